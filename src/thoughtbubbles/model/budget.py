@@ -1,0 +1,88 @@
+"""The budget: how many streams a row may hold for each of its tokens, as an exact fraction.
+
+The paper's κ is a number of streams; ours is the ratio r = κ / T. Rounding must be exact: in floats
+ceil(1.1 · 50) is 56 and floor(1.15 · 100) is 114, one stream too many and one too few. So a budget travels as two
+integers, and every cap is integer arithmetic, on the GPU too.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+BudgetLike = int | float | str | Fraction | Sequence[int | float | str | Fraction]
+
+INT64_MAX = 2**63 - 1
+
+
+class Budget(NamedTuple):
+    """Streams allowed per token: one fraction for every row of a batch, or one for each row."""
+
+    numerator: tuple[int, ...]
+    denominator: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: "BudgetLike | Budget", *, name: str = "budget") -> "Budget":
+        """Reads a number, or one number a row. A float stands for the shortest decimal that denotes it."""
+        if isinstance(value, Budget):
+            return value
+        if isinstance(value, Tensor):
+            raise ValueError(
+                f"{name} is a tensor: its rounding would decide the number of streams; pass Python numbers (x.tolist())"
+            )
+        rows = [value] if isinstance(value, (int, float, str, Fraction)) else list(value)
+        if not rows:
+            raise ValueError(f"{name} is empty: give one number, or one for each row")
+        fractions = [_fraction(row, name) for row in rows]
+        return cls(tuple(f.numerator for f in fractions), tuple(f.denominator for f in fractions))
+
+    @property
+    def rows(self) -> int:
+        """1 when the same budget serves every row."""
+        return len(self.numerator)
+
+    def floor(self, tokens: Int[Tensor, "#B n"]) -> Int[Tensor, "_ n"]:
+        numerator, denominator = self._columns(tokens.device)
+        return tokens * numerator // denominator
+
+    def ceil(self, tokens: Int[Tensor, "#B n"]) -> Int[Tensor, "_ n"]:
+        numerator, denominator = self._columns(tokens.device)
+        return -(-tokens * numerator // denominator)
+
+    def largest_floor(self, tokens: int) -> int:
+        """The largest cap of any row, as a Python number: it sizes tensors."""
+        return max(tokens * n // d for n, d in zip(self.numerator, self.denominator, strict=True))
+
+    def largest_ceil(self, tokens: int) -> int:
+        return max(-(-tokens * n // d) for n, d in zip(self.numerator, self.denominator, strict=True))
+
+    def check_range(self, tokens: int, *, name: str = "budget") -> None:
+        """Caps are int64 on the device; a budget of very many digits would overflow there."""
+        if max(self.numerator) * tokens > INT64_MAX:
+            raise ValueError(
+                f"{name} has too many digits for {tokens} tokens "
+                f"({max(self.numerator)}/{max(self.denominator)}): round it, e.g. to 4 decimals"
+            )
+
+    def _columns(self, device: torch.device) -> tuple[int | Tensor, int | Tensor]:
+        if self.rows == 1:
+            return self.numerator[0], self.denominator[0]
+        return (
+            torch.tensor(self.numerator, device=device)[:, None],
+            torch.tensor(self.denominator, device=device)[:, None],
+        )
+
+
+def _fraction(value: int | float | str | Fraction, name: str) -> Fraction:
+    try:
+        fraction = Fraction(str(value))
+    except ValueError:
+        raise ValueError(f"{name} = {value!r} is not a number: give streams per token, e.g. 2 or 1.5") from None
+    if fraction < 1:
+        raise ValueError(
+            f"{name} = {value} is below 1: every token keeps its original stream, so give 1 or more streams a token"
+        )
+    return fraction

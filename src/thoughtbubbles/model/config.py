@@ -1,0 +1,167 @@
+"""ModelConfig: everything that defines a model, checked once, with the paper's sizes by name.
+
+One class, three settings: plain GPT (no fork layers), copy-N (`copies=N`) and Thoughtbubbles (fork layers).
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from thoughtbubbles.model.budget import Budget
+
+Selection = Literal["block", "causal"]
+Merge = Literal["mixture", "residual", "original"]
+ScoreScale = Literal["head", "one"]
+BudgetMode = Literal["proportional", "fixed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    n_layer: int
+    """Number of transformer blocks."""
+    n_head: int
+    """Attention heads in each block."""
+    width: int
+    """D: size of a residual stream. A head has width / n_head channels, an even number."""
+    vocab_size: int = 50304
+    """V: rows of the tied embedding; GPT-2's 50257, padded to a multiple of 128."""
+    block_size: int = 512
+    """Largest number of tokens in a row (tokens, not streams)."""
+    fork_layers: tuple[int, ...] = ()
+    """Blocks (0-based) that have a fork layer before them. Empty: a plain GPT or copy-N."""
+    copies: int = 1
+    """N of the copy-N baseline: every embedding enters N times."""
+    budget: int | float = 2
+    """r: streams allowed per token, 1 or more; read as the exact decimal that is written."""
+    budget_mode: BudgetMode = "proportional"
+    """proportional: the cap follows each row's own number of tokens. fixed: always that of a full block (block selection)."""
+    selection: Selection = "causal"
+    """Who survives a fork layer. causal: a token's decisions depend on tokens up to it. block: the paper's top-k of the row."""
+    merge: Merge = "mixture"
+    """How a bubble becomes one prediction: mixture of distributions, residual average, or the original stream alone."""
+    gate_qk: bool = True
+    """Add the key's log score to the attention logits."""
+    gate_v: bool = True
+    """Multiply values by the key's score."""
+    gate_residual: bool = True
+    """Multiply what a block writes into a stream by the stream's score."""
+    score_scale: ScoreScale = "head"
+    """head: the log score is divided by sqrt(head size) as q·k is. one: it is added undivided."""
+    score_bias: int | float | None = None
+    """Initial value of a bias in the score heads; none by default."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fork_layers", tuple(self.fork_layers))
+        for name in ("n_layer", "n_head", "width", "vocab_size", "block_size", "copies"):
+            _require(
+                isinstance(getattr(self, name), int) and getattr(self, name) >= 1,
+                name,
+                getattr(self, name),
+                "give a whole number of 1 or more",
+            )
+        _require(self.width % self.n_head == 0, "width", self.width, f"make it a multiple of n_head = {self.n_head}")
+        _require(
+            self.head_size % 2 == 0,
+            "width",
+            self.width,
+            f"its {self.n_head} heads have {self.head_size} channels each; rotary positions pair channels, so make it even",
+        )
+        for name, kind in (
+            ("budget_mode", BudgetMode),
+            ("selection", Selection),
+            ("merge", Merge),
+            ("score_scale", ScoreScale),
+        ):
+            _require(getattr(self, name) in get_args(kind), name, getattr(self, name), f"choose one of {get_args(kind)}")
+        self._check_forks()
+        exact = Budget.of(self.budget, name="ModelConfig.budget")
+        _require(exact.rows == 1, "budget", self.budget, "a model has one; give one for each row in the call")
+        exact.check_range(self.block_size, name="ModelConfig.budget")
+        _require(
+            self.score_bias is None or math.isfinite(self.score_bias),
+            "score_bias",
+            self.score_bias,
+            "give a finite number, or None for no bias",
+        )
+
+    def _check_forks(self) -> None:
+        for layer in self.fork_layers:
+            _require(
+                isinstance(layer, int) and 0 <= layer < self.n_layer,
+                "fork_layers",
+                self.fork_layers,
+                f"{layer} is no block of this model: give numbers from 0 to n_layer - 1 = {self.n_layer - 1}",
+            )
+        _require(
+            list(self.fork_layers) == sorted(set(self.fork_layers)),
+            "fork_layers",
+            self.fork_layers,
+            "list each layer once, in rising order",
+        )
+        if self.copies > 1:
+            _require(
+                not self.fork_layers,
+                "fork_layers",
+                self.fork_layers,
+                f"copies = {self.copies} is the baseline that does not fork: set fork_layers=() or copies=1",
+            )
+            _require(self.merge == "original", "merge", self.merge, "copy-N decodes the rightmost copy: set merge='original'")
+        _require(
+            self.budget_mode == "proportional" or self.selection == "block",
+            "budget_mode",
+            self.budget_mode,
+            "a fixed budget looks at the whole block, so it goes with selection='block' only",
+        )
+
+    @property
+    def head_size(self) -> int:
+        return self.width // self.n_head
+
+    @property
+    def max_bubble(self) -> int:
+        """No token can have more streams than this: each fork layer at most doubles a bubble."""
+        return self.copies * 2 ** len(self.fork_layers)
+
+    @classmethod
+    def named(cls, name: str, **changes: Any) -> "ModelConfig":
+        """A size of `SIZES` in one of its forms, with any field changed.
+
+        `150m` is ours (causal selection), `150m-paper` the paper's (block selection), `150m-plain` the baseline without
+        forks and `150m-copy-3` the baseline with three copies.
+        """
+        size, _, form = name.partition("-")
+        copies = form.removeprefix("copy-") if form.startswith("copy-") else ""
+        if size not in SIZES or not (form in ("", "paper", "plain") or copies.isdecimal()):
+            raise ValueError(
+                f"no model is named {name!r}: take a size ({', '.join(SIZES)}), "
+                "alone or with -paper, -plain or -copy-N behind it, such as 150m-copy-3"
+            )
+        forms: dict[str, dict[str, Any]] = {
+            "": {},
+            "paper": {"selection": "block"},
+            "plain": {"fork_layers": (), "merge": "original"},
+        }
+        form_changes = forms.get(form, {"fork_layers": (), "merge": "original", "copies": int(copies or 1)})
+        return replace(SIZES[size], **{**form_changes, **changes})
+
+
+def every_fourth_layer(n_layer: int) -> tuple[int, ...]:
+    """The paper's extended forking ("overforking"): all layers 4n − 1."""
+    return tuple(range(3, n_layer, 4))
+
+
+def _require(condition: bool, field: str, value: object, remedy: str) -> None:
+    if not condition:
+        raise ValueError(f"ModelConfig.{field} = {value!r}: {remedy}")
+
+
+# The paper's four (its topology table; forks before blocks 3, 7 and 11 whatever the depth; the mixture is too dear at
+# 1.9b, which averages residuals), and two small ones: `nano` for tests, `tiny` for a laptop.
+SIZES = {
+    "nano": ModelConfig(n_layer=4, n_head=2, width=16, vocab_size=64, block_size=32, fork_layers=(1, 2, 3)),
+    "tiny": ModelConfig(n_layer=6, n_head=4, width=128, vocab_size=512, block_size=128, fork_layers=(1, 3)),
+    "150m": ModelConfig(n_layer=16, n_head=12, width=768, fork_layers=(3, 7, 11)),
+    "319m": ModelConfig(n_layer=24, n_head=16, width=1024, fork_layers=(3, 7, 11)),
+    "772m": ModelConfig(n_layer=36, n_head=20, width=1280, fork_layers=(3, 7, 11)),
+    "1.9b": ModelConfig(n_layer=36, n_head=16, width=2048, fork_layers=(3, 7, 11), merge="residual"),
+}

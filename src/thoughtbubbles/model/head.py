@@ -1,0 +1,100 @@
+"""The head: merge each bubble into one prediction, then logits or loss. The output table is the embedding (tied).
+
+With w the softmax of the log scores within a bubble, e(·) the final norm followed by the output table:
+
+    mixture     p(y) = Σ_j w_j · softmax(e(x_j))[y]      every stream is decoded, distributions are averaged
+    residual    p(y) = softmax(e(Σ_j w_j x_j))[y]        the average first, the final norm after
+    original    p(y) = softmax(e(x_original))[y]
+
+All three are mixtures of the rows that get decoded (`Rows`); the last two have a single row a token.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from thoughtbubbles.model.config import Merge
+from thoughtbubbles.model.loss import IGNORED, mean_loss, row_log_prob
+from thoughtbubbles.model.streams import Streams, bubble_scan, find_bubbles, originals, take, wide
+
+
+class Rows(NamedTuple):
+    """Vectors to decode: the rows of a token are neighbours, and its distribution is their mixture."""
+
+    x: Float[Tensor, "B R D"]
+    log_score: Float[Tensor, "B R"]
+    token: Int[Tensor, "B R"]
+    n_tokens: int
+    most_per_token: int
+
+
+def rows_to_decode(streams: Streams, merge: Merge, *, n_tokens: int, max_bubble: int) -> Rows:
+    if merge == "mixture":
+        return Rows(*streams, n_tokens=n_tokens, most_per_token=max_bubble)
+    original = originals(streams.token, n_tokens)
+    x = streams.x if merge == "original" else _running_average(streams, n_tokens=n_tokens, max_bubble=max_bubble)
+    # A padded row has fewer tokens than T; the stand-ins past its end are marked unused.
+    tokens = torch.arange(n_tokens, device=original.device)
+    token = torch.where(take(streams.token, original) == tokens, tokens, n_tokens)
+    return Rows(take(x, original), torch.zeros_like(token, dtype=streams.log_score.dtype), token, n_tokens, 1)
+
+
+def _running_average(streams: Streams, *, n_tokens: int, max_bubble: int) -> Float[Tensor, "B S D"]:
+    """Each stream's score-weighted average with those left of it in its bubble; the original has the bubble's own."""
+    start, end = find_bubbles(streams.token, n_tokens)
+    largest = bubble_scan(streams.log_score.detach(), start, torch.maximum, max_bubble=max_bubble)
+    score = (streams.log_score - take(largest, end)).exp()  # relative to the bubble's best, so the sum cannot underflow
+    weighted = bubble_scan(score[..., None] * wide(streams.x), start, torch.add, max_bubble=max_bubble)
+    total = bubble_scan(score, start, torch.add, max_bubble=max_bubble)
+    # Only originals are decoded. Elsewhere the total may have underflowed, so nothing is divided by it bare.
+    total = torch.where(total > 0, total, 1)
+    return (weighted / total[..., None]).to(streams.x.dtype)
+
+
+def logits(rows: Rows, weight: Float[Tensor, "V D"]) -> Float[Tensor, "B T V"]:
+    """One distribution a token: plain logits for a single row a token, log-probabilities for a mixture of several.
+
+    `rows.x` are normed already, here and below.
+    """
+    every = wide(F.linear(rows.x, weight))
+    if rows.most_per_token == 1 and rows.x.shape[1] == rows.n_tokens:
+        return every
+    start, _ = find_bubbles(rows.token, rows.n_tokens)
+    joint = every.log_softmax(-1) + rows.log_score[..., None]
+    joint = bubble_scan(joint, start, torch.logaddexp, max_bubble=rows.most_per_token)
+    total = bubble_scan(rows.log_score, start, torch.logaddexp, max_bubble=rows.most_per_token)
+    original = originals(rows.token, rows.n_tokens)
+    return take(joint, original) - take(total, original)[..., None]
+
+
+def token_nll(rows: Rows, weight: Float[Tensor, "V D"], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Negative log-likelihood of each target, 0 where it is ignored; any gradient may flow back into it."""
+    log_prob = row_log_prob(rows.x.flatten(0, 1), weight, _row_targets(rows, targets).flatten())
+    start, _ = find_bubbles(rows.token, rows.n_tokens)
+    joint = rows.log_score + log_prob.view_as(rows.log_score)
+    joint = bubble_scan(joint, start, torch.logaddexp, max_bubble=rows.most_per_token)
+    total = bubble_scan(rows.log_score, start, torch.logaddexp, max_bubble=rows.most_per_token)
+    nll = take(total - joint, originals(rows.token, rows.n_tokens))
+    return torch.where(targets == IGNORED, 0, nll)
+
+
+def mean_nll(rows: Rows, weight: Float[Tensor, "V D"], targets: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
+    """The training loss: one mean over all real targets of the batch."""
+    bubbles = find_bubbles(rows.token, rows.n_tokens)
+    first_slot = torch.arange(rows.token.shape[0], device=rows.token.device)[:, None] * rows.token.shape[1]
+    return mean_loss(
+        rows.x.flatten(0, 1),
+        weight,
+        _row_targets(rows, targets).flatten(),
+        log_score=rows.log_score.flatten(),
+        start=(bubbles.start + first_slot).flatten(),
+        end=(bubbles.end + first_slot).flatten(),
+        max_bubble=rows.most_per_token,
+    )
+
+
+def _row_targets(rows: Rows, targets: Int[Tensor, "B T"]) -> Int[Tensor, "B R"]:
+    return take(F.pad(targets, (0, 1), value=IGNORED), rows.token)

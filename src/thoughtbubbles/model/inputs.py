@@ -1,0 +1,117 @@
+"""The door: what a call may contain, checked once, before any work, with errors that name the value and the remedy."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, get_args
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from thoughtbubbles.model.budget import Budget, BudgetLike
+from thoughtbubbles.model.config import ModelConfig, Selection
+from thoughtbubbles.model.loss import IGNORED
+from thoughtbubbles.model.selection import Rule
+
+WANTED = ("log_probs", "logits", "token_nll")
+
+
+class Inputs(NamedTuple):
+    ids: Int[Tensor, "B T"]
+    targets: Int[Tensor, "B T"] | None
+    lengths: Int[Tensor, "B"]
+    rule: Rule
+
+
+def check(
+    config: ModelConfig,
+    ids: Tensor,
+    *,
+    targets: Tensor | None,
+    lengths: Tensor | Sequence[int] | None,
+    budget: BudgetLike | Budget | None,
+    selection: str | None,
+    want: Collection[str],
+    trace: bool | str,
+    look_inside: bool,
+) -> Inputs:
+    """Ids and targets past a row's length become harmless: id 0, ignored target.
+
+    `look_inside` checks the values of the tensors too, which waits for the device that holds them.
+    """
+    if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32) or 0 in ids.shape:
+        raise ValueError(
+            f"ids of shape {tuple(ids.shape)} and {ids.dtype}: give whole numbers (int64) of shape (batch, tokens), "
+            "at least one of each"
+        )
+    batch, n_tokens = ids.shape
+    if n_tokens > config.block_size:
+        raise ValueError(
+            f"ids have {n_tokens} tokens a row, more than block_size = {config.block_size}: "
+            "shorten the rows or use a model with a larger block"
+        )
+    if targets is not None and targets.shape != ids.shape:
+        raise ValueError(f"targets have shape {tuple(targets.shape)}, ids {tuple(ids.shape)}: they must be alike")
+    _check_words(want, trace, has_targets=targets is not None)
+    rule = _rule(config, budget, selection, batch)
+    row_lengths = _row_lengths(lengths, ids, look_inside)
+    padding = torch.arange(n_tokens, device=ids.device) >= row_lengths[:, None]
+    ids = ids.long().masked_fill(padding, 0)
+    targets = None if targets is None else targets.long().masked_fill(padding, IGNORED)
+    if look_inside:
+        _check_range("ids", ids, config.vocab_size)
+        if targets is not None:
+            _check_range("targets", targets.masked_fill(targets == IGNORED, 0), config.vocab_size)
+    return Inputs(ids, targets, row_lengths, rule)
+
+
+def _check_words(want: Collection[str], trace: bool | str, *, has_targets: bool) -> None:
+    if isinstance(want, str):
+        raise ValueError(f"want = {want!r}: give a tuple of names, such as ({want!r},)")
+    for name in want:
+        if name not in WANTED:
+            raise ValueError(f"want has {name!r}: choose from {WANTED}")
+    if "token_nll" in want and not has_targets:
+        raise ValueError("want has 'token_nll' but there are no targets: pass targets= as well")
+    if trace not in (False, True, "attention"):
+        raise ValueError(f"trace = {trace!r}: choose False, True or 'attention'")
+
+
+def _rule(config: ModelConfig, budget: BudgetLike | Budget | None, selection: str | None, batch: int) -> Rule:
+    if selection is not None and selection not in get_args(Selection):
+        raise ValueError(f"selection = {selection!r}: choose one of {get_args(Selection)}")
+    exact = Budget.of(config.budget if budget is None else budget)
+    if exact.rows not in (1, batch):
+        raise ValueError(f"budget has {exact.rows} numbers for a batch of {batch} rows: give one, or one for each row")
+    exact.check_range(config.block_size)
+    rule = config.selection if selection is None else selection
+    if config.budget_mode == "fixed" and rule == "causal":
+        raise ValueError(
+            "selection = 'causal' with a model whose budget_mode is 'fixed': a fixed budget looks at the whole block; "
+            "use budget_mode='proportional'"
+        )
+    return Rule(rule, exact, config.block_size if config.budget_mode == "fixed" else None)  # type: ignore[arg-type]
+
+
+def _row_lengths(lengths: Tensor | Sequence[int] | None, ids: Tensor, look_inside: bool) -> Int[Tensor, "B"]:
+    batch, n_tokens = ids.shape
+    if lengths is None:
+        return torch.full((batch,), n_tokens, device=ids.device)
+    lengths = torch.as_tensor(lengths, dtype=torch.int64)
+    if lengths.shape != (batch,):
+        raise ValueError(f"lengths have shape {tuple(lengths.shape)}: give one number for each of the {batch} rows")
+    if look_inside:
+        wrong = [n for n in lengths.tolist() if not 1 <= n <= n_tokens]
+        if wrong:
+            raise ValueError(
+                f"lengths has {wrong[0]}: each row has from 1 to {n_tokens} tokens here; leave empty rows out of the batch"
+            )
+    return lengths.to(ids.device)
+
+
+def _check_range(name: str, values: Tensor, vocab_size: int) -> None:
+    low, high = (int(v) for v in torch.aminmax(values))
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"{name} has {low if low < 0 else high}: the vocabulary has ids from 0 to {vocab_size - 1}"
+            + (f", and {IGNORED} marks a target to ignore" if name == "targets" else "; is it the right tokenizer?")
+        )

@@ -1,0 +1,225 @@
+"""Linear + log-softmax + negative log-likelihood without ever storing the logits, for mixtures of several rows a token.
+
+Rows are residual streams after the final norm; the rows of one token (its bubble) are neighbours. With log scores a_j
+and log-likelihoods l_j = log softmax(W h_j)[target] of the rows of a token, its loss is that of the mixture,
+
+    nll = logsumexp_j(a_j) − logsumexp_j(a_j + l_j),
+    ∂nll/∂logits_j = ρ_j · (softmax(W h_j) − onehot(target)),    ∂nll/∂a_j = w_j − ρ_j,
+
+with weights w = softmax(a) and responsibilities ρ = softmax(a + l) within the bubble. One row a token is the ordinary
+cross-entropy. Logits exist for one chunk of rows at a time:
+
+mean_loss         the mean over all real targets. Chunks are cut between bubbles, so each has all it needs for its
+                  responsibilities, and every gradient is made in the forward pass while the chunk's logits are at hand.
+                  The backward only scales them: right for one scalar, and for nothing else.
+row_log_prob      l_j for every row. The backward gets an upstream gradient for each row and computes the logits again.
+
+Both are custom operators: opaque to torch.compile, so a graph does not grow with the number of chunks.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from thoughtbubbles.model.streams import bubble_scan, wide_dtype
+
+IGNORED = -100  # the target of a row that counts for nothing
+CHUNK_ROWS = {"cpu": 256, "cuda": 4096}  # small enough for little memory, large enough for fast matrix products
+
+
+def _chunk_rows(device: torch.device) -> int:
+    return CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, accumulated and returned in float32 or wider."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b).to(wide_dtype(a.dtype))
+
+
+class _Chunk:
+    """The likelihoods of some rows, and the gradients through them. Holds one (rows, V) buffer."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, target: Tensor):
+        self.hidden, self.weight = hidden, weight
+        self.target = target.clamp(min=0)[:, None]
+        logits = _product(hidden, weight.T)
+        at_target = logits.gather(1, self.target)
+        largest = logits.amax(dim=1, keepdim=True)
+        self.unnormalised = logits.sub_(largest).exp_()
+        self.normaliser = self.unnormalised.sum(dim=1, keepdim=True)
+        self.log_prob = (at_target - largest - self.normaliser.log())[:, 0]
+
+    def pull_back(self, upstream: Tensor, weight_grad: Tensor) -> Tensor:
+        """The gradient of Σ upstream · log_prob: returned for the rows, added for the weight. Consumes the buffer."""
+        upstream = upstream[:, None]
+        logits_grad = self.unnormalised.mul_(-upstream / self.normaliser)
+        logits_grad.scatter_add_(1, self.target, upstream)
+        logits_grad = logits_grad.to(self.hidden.dtype)
+        if logits_grad.dtype == weight_grad.dtype:
+            weight_grad.addmm_(logits_grad.T, self.hidden)
+        else:
+            weight_grad.add_(_product(logits_grad.T, self.hidden))
+        return _product(logits_grad, self.weight)
+
+
+def mean_loss(
+    hidden: Float[Tensor, "R D"],
+    weight: Float[Tensor, "V D"],
+    target: Int[Tensor, "R"],
+    *,
+    log_score: Float[Tensor, "R"] | None = None,
+    start: Int[Tensor, "R"] | None = None,
+    end: Int[Tensor, "R"] | None = None,
+    max_bubble: int = 1,
+) -> Float[Tensor, ""]:
+    """The mean loss over all tokens whose target is not `IGNORED` (0 if there is none).
+
+    `start` and `end` are the first and last row of each row's bubble, of at most `max_bubble` rows with one target;
+    without them every row is a token of its own.
+    """
+    alone = torch.arange(hidden.shape[0], device=hidden.device)
+    loss, *_ = _mean_loss(
+        hidden,
+        weight,
+        hidden.new_zeros(hidden.shape[0], dtype=wide_dtype(hidden.dtype)) if log_score is None else log_score,
+        target,
+        alone if start is None else start,
+        alone if end is None else end,
+        max_bubble,
+        _product_dtype(hidden),
+        torch.is_grad_enabled(),
+    )
+    return loss
+
+
+def row_log_prob(
+    hidden: Float[Tensor, "R D"], weight: Float[Tensor, "V D"], target: Int[Tensor, "R"]
+) -> Float[Tensor, "R"]:
+    """log softmax(W h)[target] of each row; meaningless (but finite) where the target is `IGNORED`."""
+    return _row_log_prob(hidden, weight, target, _product_dtype(hidden))
+
+
+def _product_dtype(hidden: Tensor) -> torch.dtype:
+    """Matrix products follow autocast; sums, exponentials and gradients of the weight stay in float32 or wider."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+@torch.library.custom_op("thoughtbubbles::mean_loss", mutates_args=())
+def _mean_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    log_score: Tensor,
+    target: Tensor,
+    start: Tensor,
+    end: Tensor,
+    max_bubble: int,
+    dtype: torch.dtype,
+    with_gradients: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n_rows, chunk_rows = hidden.shape[0], _chunk_rows(hidden.device)
+    score_dtype = log_score.dtype
+    hidden_grad = torch.zeros_like(hidden, dtype=score_dtype) if with_gradients else hidden.new_empty(0)
+    weight_grad = torch.zeros_like(weight, dtype=score_dtype) if with_gradients else weight.new_empty(0)
+    score_grad = torch.zeros_like(log_score) if with_gradients else log_score.new_empty(0)
+    hidden_narrow, weight_narrow = hidden.to(dtype), weight.to(dtype)
+    real = target != IGNORED
+    one_share = 1 / ((real & (end == torch.arange(n_rows, device=end.device))).sum().clamp(min=1)).to(score_dtype)
+    loss = torch.zeros((), dtype=score_dtype, device=hidden.device)
+
+    # A chunk begins where the bubble of its first row begins and ends where the next chunk begins. These cuts stay on
+    # the device; a chunk has room for the part of a bubble that a neighbour leaves to it, and masks what it does not own.
+    cuts = torch.cat([start[::chunk_rows], start.new_full((1,), n_rows)])
+    offsets = torch.arange(chunk_rows + max_bubble - 1, device=start.device)
+    for cut, next_cut in zip(cuts[:-1], cuts[1:], strict=True):
+        rows = (cut + offsets).clamp(max=n_rows - 1)
+        owned = cut + offsets < next_cut
+        chunk = _Chunk(hidden_narrow[rows], weight_narrow, target[rows])
+        last = (end[rows] - cut).clamp(max=len(offsets) - 1)
+        first = start[rows] - cut
+
+        prior = log_score[rows]
+        joint = prior + chunk.log_prob
+        prior_total = bubble_scan(prior, first, torch.logaddexp, max_bubble=max_bubble)[last]
+        joint_total = bubble_scan(joint, first, torch.logaddexp, max_bubble=max_bubble)[last]
+        counts = owned & real[rows]
+        loss += torch.where(counts & (end[rows] == rows), prior_total - joint_total, 0).sum() * one_share
+        if with_gradients:
+            responsibility = torch.where(counts, (joint - joint_total).exp() * one_share, 0)
+            prior_weight = torch.where(counts, (prior - prior_total).exp() * one_share, 0)
+            hidden_grad.index_add_(0, rows, chunk.pull_back(-responsibility, weight_grad))
+            score_grad.index_add_(0, rows, prior_weight - responsibility)
+        del chunk  # before the next one is made: only one buffer at a time
+    return loss, hidden_grad.to(hidden.dtype), weight_grad.to(weight.dtype), score_grad
+
+
+@_mean_loss.register_fake
+def _(hidden, weight, log_score, target, start, end, max_bubble, dtype, with_gradients):  # type: ignore[no-untyped-def]
+    return (
+        log_score.new_empty(()),
+        torch.empty_like(hidden) if with_gradients else hidden.new_empty(0),
+        torch.empty_like(weight) if with_gradients else weight.new_empty(0),
+        torch.empty_like(log_score) if with_gradients else log_score.new_empty(0),
+    )
+
+
+def _keep_gradients(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*output[1:])
+
+
+def _scale_gradients(ctx, upstream, *_):  # type: ignore[no-untyped-def]
+    hidden_grad, weight_grad, score_grad = ctx.saved_tensors
+    return (
+        hidden_grad * upstream.to(hidden_grad.dtype),
+        weight_grad * upstream.to(weight_grad.dtype),
+        score_grad * upstream,
+        *(None,) * 6,
+    )
+
+
+_mean_loss.register_autograd(_scale_gradients, setup_context=_keep_gradients)
+
+
+@torch.library.custom_op("thoughtbubbles::row_log_prob", mutates_args=())
+def _row_log_prob(hidden: Tensor, weight: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
+    narrow = weight.to(dtype)
+    size = _chunk_rows(hidden.device)
+    pairs = zip(hidden.split(size), target.split(size), strict=True)
+    return torch.cat([_Chunk(rows.to(dtype), narrow, targets).log_prob for rows, targets in pairs])
+
+
+@_row_log_prob.register_fake
+def _(hidden, weight, target, dtype):  # type: ignore[no-untyped-def]
+    return hidden.new_empty(hidden.shape[0], dtype=wide_dtype(hidden.dtype))
+
+
+@torch.library.custom_op("thoughtbubbles::row_log_prob_backward", mutates_args=())
+def _row_log_prob_backward(
+    upstream: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    narrow = weight.to(dtype)
+    weight_grad = torch.zeros_like(weight, dtype=upstream.dtype)
+    hidden_grads = []
+    size = _chunk_rows(hidden.device)
+    for rows, targets, share in zip(hidden.split(size), target.split(size), upstream.split(size), strict=True):
+        hidden_grads.append(_Chunk(rows.to(dtype), narrow, targets).pull_back(share, weight_grad).to(hidden.dtype))
+    return torch.cat(hidden_grads), weight_grad.to(weight.dtype)
+
+
+@_row_log_prob_backward.register_fake
+def _(upstream, hidden, weight, target, dtype):  # type: ignore[no-untyped-def]
+    return torch.empty_like(hidden), torch.empty_like(weight)
+
+
+def _keep_inputs(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    hidden, weight, target, ctx.dtype = inputs
+    ctx.save_for_backward(hidden, weight, target)
+
+
+def _recompute(ctx, upstream):  # type: ignore[no-untyped-def]
+    return *_row_log_prob_backward(upstream, *ctx.saved_tensors, ctx.dtype), None, None
+
+
+_row_log_prob.register_autograd(_recompute, setup_context=_keep_inputs)

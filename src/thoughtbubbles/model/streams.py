@@ -1,0 +1,110 @@
+"""Streams: the state between layers, and all that is derived from it.
+
+A row with two tokens, of which the second has forked once (letters are tokens, `'` marks the fork):
+
+    slot      0    1    2    3
+    stream    a    b'   b    ·        · is an unused slot: token = T, at the right end
+    token     0    1    1    2        non-decreasing
+    start     0    1    1    3        first slot of the stream's bubble
+    end       0    2    2    3        last slot: the bubble's original
+    position  0   1/2   1    2        k − p/q, p counted from the right in a bubble of q
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+class Streams(NamedTuple):
+    """Residual streams on their way up the layers. An immutable value: layers return new ones."""
+
+    x: Float[Tensor, "B S D"]
+    log_score: Float[Tensor, "B S"]  # sum along the line of descent, ≤ 0; float32 or wider
+    token: Int[Tensor, "B S"]  # the token that a stream belongs to; T in unused slots
+
+
+class Bubbles(NamedTuple):
+    """Where each stream's bubble begins and ends (slots, inclusive). An unused slot is a bubble of its own."""
+
+    start: Int[Tensor, "B S"]
+    end: Int[Tensor, "B S"]
+
+    @property
+    def size(self) -> Int[Tensor, "B S"]:
+        return self.end - self.start + 1
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Scores, selection, positions, merge weights and loss never run in less than float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def wide(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    return tensor.to(wide_dtype(tensor.dtype))
+
+
+def slots(token: Int[Tensor, "B S"]) -> Int[Tensor, "1 S"]:
+    return torch.arange(token.shape[1], device=token.device)[None]
+
+
+def find_bubbles(token: Int[Tensor, "B S"], n_tokens: int) -> Bubbles:
+    used = token < n_tokens
+    start = torch.searchsorted(token, token, right=False)
+    end = torch.searchsorted(token, token, right=True) - 1
+    return Bubbles(torch.where(used, start, slots(token)), torch.where(used, end, slots(token)))
+
+
+def is_original(token: Int[Tensor, "B S"], bubbles: Bubbles, n_tokens: int) -> Bool[Tensor, "B S"]:
+    """A token's original is the last stream of its bubble."""
+    return (slots(token) == bubbles.end) & (token < n_tokens)
+
+
+def streams_up_to(token: Int[Tensor, "B S"], n_tokens: int) -> Int[Tensor, "B T"]:
+    """How many streams (or candidates) the tokens 0 … t have together, for each t."""
+    tokens = torch.arange(n_tokens, device=token.device).repeat(token.shape[0], 1)
+    return torch.searchsorted(token, tokens, right=True)
+
+
+def originals(token: Int[Tensor, "B S"], n_tokens: int) -> Int[Tensor, "B T"]:
+    """The slot of each token's original. Past a padded row's end: its last original (a harmless stand-in)."""
+    return streams_up_to(token, n_tokens) - 1
+
+
+def bubble_sizes(token: Int[Tensor, "B S"], n_tokens: int) -> Int[Tensor, "B T"]:
+    """Streams of each token; 0 past a padded row's end."""
+    return torch.diff(streams_up_to(token, n_tokens), prepend=token.new_zeros(token.shape[0], 1))
+
+
+def positions(token: Int[Tensor, "B S"], bubbles: Bubbles, dtype: torch.dtype) -> Float[Tensor, "B S"]:
+    """k − p/q: the more streams a bubble has, the closer together they stand. Computed directly, never as a running sum."""
+    from_the_right = (bubbles.end - slots(token)).to(dtype)
+    return token.to(dtype) - from_the_right / bubbles.size.to(dtype)
+
+
+def take(values: Tensor, slot: Int[Tensor, "B n"]) -> Tensor:
+    """values[b, slot[b, i]] for values of shape (B, S) or (B, S, …)."""
+    trailing = values.shape[2:]
+    index = slot.reshape(*slot.shape, *(1 for _ in trailing)).expand(*slot.shape, *trailing)
+    return values.gather(1, index)
+
+
+def bubble_scan(
+    values: Tensor, start: Int[Tensor, "*rows"], combine: Callable[[Tensor, Tensor], Tensor], *, max_bubble: int
+) -> Tensor:
+    """Combines each stream with all streams left of it in its bubble, so that the original holds the whole bubble.
+
+    Streams lie along the last dimension of `start`, whose shape leads that of `values`. Doubling steps reach
+    2, 4, 8 … streams back: no scatter and no atomics, so the result is the same bits every time, and autograd's too.
+    """
+    dim = start.ndim - 1
+    slot = torch.arange(start.shape[-1], device=start.device)
+    trailing = (1,) * (values.ndim - start.ndim)
+    step = 1
+    while step < max_bubble:
+        same_bubble = (slot - step >= start).reshape(*start.shape, *trailing)
+        values = torch.where(same_bubble, combine(values, values.roll(step, dim)), values)
+        step *= 2
+    return values

@@ -1,0 +1,176 @@
+"""Thoughtbubbles: embed → [fork] block … → merge → head. One class for plain GPT, copy-N and bubbles.
+
+    ids (B,T) → embedding → Streams: x (B,S=T,D), log score 0, token 0 … T−1          (copy-N starts with S = N·T)
+      each layer:  [fork: scores (B,S,2) → candidates (B,2S) → select under the budget → gather]
+                   attention over S at real positions, weakened by the key's score; update × score; MLP update × score
+    Streams → merge per bubble → (B,T) predictions
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from thoughtbubbles.model import head, inputs
+from thoughtbubbles.model.attention import PATHS, Attenuation, attenuation
+from thoughtbubbles.model.block import Block
+from thoughtbubbles.model.budget import Budget, BudgetLike
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.fork import ForkLayer, ForkRecord, ScoreHead
+from thoughtbubbles.model.loss import IGNORED
+from thoughtbubbles.model.rope import Rotation, rotation
+from thoughtbubbles.model.streams import Streams, find_bubbles, positions, wide_dtype
+
+
+class Output(NamedTuple):
+    """What a call returns; None where it was not asked for. Past a padded row's length nothing here has a meaning."""
+
+    streams: Streams  # after the last block, before the final norm
+    loss: Float[Tensor, ""] | None = None  # mean over all real targets of the batch
+    log_probs: Float[Tensor, "B T V"] | None = None
+    logits: Float[Tensor, "B T V"] | None = None  # for a mixture of streams: its log-probabilities
+    token_nll: Float[Tensor, "B T"] | None = None  # 0 where the target is ignored
+    forks: tuple[ForkRecord, ...] | None = None  # trace=True: one for each fork layer
+    attention: tuple[Float[Tensor, "B N S S"], ...] | None = None  # trace="attention": one for each block
+
+
+class Thoughtbubbles(nn.Module):
+    def __init__(self, config: ModelConfig, *, attention: Literal["fused", "reference"] = "fused"):
+        """`attention` chooses between two paths that compute the same: it is no part of the model's definition."""
+        super().__init__()
+        if attention not in PATHS:
+            raise ValueError(f"attention = {attention!r}: choose one of {tuple(PATHS)}")
+        self.config = config
+        self.attention = attention
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(Block(config.width, config.n_head) for _ in range(config.n_layer))
+        self.forks = nn.ModuleDict(
+            {str(layer): ForkLayer(config.width, score_bias=config.score_bias) for layer in config.fork_layers}
+        )
+        self.final_norm = nn.LayerNorm(config.width)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """
+        | tensor                                         | initial value                             |
+        | ---------------------------------------------- | ----------------------------------------- |
+        | embedding (also the output table)              | N(0, 0.02)                                |
+        | attention.qkv, mlp.up                          | N(0, 0.02)                                |
+        | attention.out, mlp.down (into the residual)    | N(0, 0.02 / √(2 · n_layer))               |
+        | biases                                         | 0                                         |
+        | norms                                          | weight 1, bias 0                          |
+        | forks.*.score                                  | N(0, 0.02), bias (if any) `score_bias`    |
+        | forks.*.embedding                              | N(0, 1) / √D                              |
+        """
+        into_residual = 0.02 / math.sqrt(2 * self.config.n_layer)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=into_residual if name.endswith((".out", ".down")) else 0.02)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+            elif isinstance(module, ScoreHead):
+                nn.init.normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.constant_(module.bias, module.initial_bias or 0.0)
+            elif isinstance(module, ForkLayer):
+                nn.init.normal_(module.embedding, std=1 / math.sqrt(self.config.width))
+
+    def forward(
+        self,
+        ids: Int[Tensor, "B T"],
+        *,
+        targets: Int[Tensor, "B T"] | None = None,
+        lengths: Int[Tensor, "B"] | Sequence[int] | None = None,
+        budget: BudgetLike | Budget | None = None,
+        selection: str | None = None,
+        want: Collection[str] = (),
+        trace: bool | str = False,
+    ) -> Output:
+        """Predicts every next token of `ids` (B, T).
+
+        targets    the tokens to predict, −100 to ignore one; gives `loss`
+        lengths    real tokens of each row, if rows are padded on the right; each row then gives what it gives alone
+        budget     streams per token in place of the config's: a number, or one for each row
+        selection  "causal" or "block" in place of the config's
+        want       any of "log_probs", "logits", "token_nll"
+        trace      True records every fork layer; "attention" also keeps the weights (slow: runs the reference path)
+
+        Values of ids, targets and lengths are checked where that makes no device wait: always on the CPU, and on a GPU
+        except in training mode or under torch.compile.
+        """
+        given = inputs.check(
+            self.config,
+            ids,
+            targets=targets,
+            lengths=lengths,
+            budget=budget,
+            selection=selection,
+            want=want,
+            trace=trace,
+            look_inside=not torch.compiler.is_compiling() and (ids.device.type == "cpu" or not self.training),
+        )
+        streams, forks, attention = self.run_layers(given, keep_attention=trace == "attention")
+        output = Output(streams, forks=forks if trace else None, attention=attention or None)
+        return self.decode(output, given.targets, n_tokens=ids.shape[1], want=want)
+
+    def run_layers(
+        self, given: inputs.Inputs, *, keep_attention: bool
+    ) -> tuple[Streams, tuple[ForkRecord, ...], tuple[Tensor, ...]]:
+        n_tokens = given.ids.shape[1]
+        path = PATHS["reference" if keep_attention else self.attention]
+        streams = self.embed(given)
+        turn = self.rotation(streams, n_tokens)
+        by = Attenuation()  # every score is 1 before the first fork layer
+        forks: list[ForkRecord] = []
+        attention: list[Tensor] = []
+        for layer, block in enumerate(self.blocks):
+            if layer in self.config.fork_layers:
+                fork = self.forks[str(layer)]
+                streams, record = fork(streams, given.lengths, n_tokens=n_tokens, rule=given.rule, layer=layer)
+                turn = self.rotation(streams, n_tokens)
+                by = attenuation(streams.log_score, self.config)
+                forks.append(record)
+            x, weights = block(streams.x, turn, by, path)
+            streams = streams._replace(x=x)
+            if keep_attention:
+                attention.append(weights)
+        return streams, tuple(forks), tuple(attention)
+
+    def embed(self, given: inputs.Inputs) -> Streams:
+        n_tokens, copies = given.ids.shape[1], self.config.copies
+        token = torch.arange(n_tokens, device=given.ids.device)
+        token = torch.where(token < given.lengths[:, None], token, n_tokens)
+        x = self.embedding(given.ids)
+        if copies > 1:
+            x, token = x.repeat_interleave(copies, dim=1), token.repeat_interleave(copies, dim=1)
+        return Streams(x, torch.zeros_like(token, dtype=wide_dtype(x.dtype)), token)
+
+    def rotation(self, streams: Streams, n_tokens: int) -> Rotation:
+        bubbles = find_bubbles(streams.token, n_tokens)
+        return rotation(positions(streams.token, bubbles, streams.log_score.dtype), self.config.head_size)
+
+    def decode(self, output: Output, targets: Tensor | None, *, n_tokens: int, want: Collection[str]) -> Output:
+        """Adds the loss and what was wanted."""
+        merge, max_bubble = self.config.merge, self.config.max_bubble
+        rows = head.rows_to_decode(output.streams, merge, n_tokens=n_tokens, max_bubble=max_bubble)
+        rows = rows._replace(x=self.final_norm(rows.x))
+        table = self.embedding.weight
+        if "log_probs" in want or "logits" in want:
+            logits = head.logits(rows, table)
+            if "logits" in want:
+                output = output._replace(logits=logits)
+            if "log_probs" in want:
+                # For a mixture the logits are normalised already, and normalising them again changes nothing.
+                output = output._replace(log_probs=logits.log_softmax(-1))
+        if targets is not None and "token_nll" in want:
+            nll = head.token_nll(rows, table, targets)
+            output = output._replace(token_nll=nll, loss=nll.sum() / (targets != IGNORED).sum().clamp(min=1))
+        elif targets is not None:
+            output = output._replace(loss=head.mean_nll(rows, table, targets))
+        return output

@@ -1,0 +1,32 @@
+"""Shape annotations are checked at run time here, and only here; every test starts from the same seed."""
+
+from collections.abc import Iterator
+
+import jaxtyping
+import pytest
+from hypothesis import settings
+
+# Before the package is first imported: every annotated function then checks the shapes it is given and returns.
+jaxtyping.install_import_hook("thoughtbubbles", "beartype.beartype")
+
+import torch  # noqa: E402
+
+settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    torch.set_num_threads(1)  # tests run side by side; and sums keep their order
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def no_shape_checks() -> Iterator[None]:
+    """torch.compile cannot trace the checks; without the import hook they do not exist."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,0 +1,85 @@
+"""What several test files share: small models, the way to the oracle, and every tolerance."""
+
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import oracle
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.transformer import Output, Thoughtbubbles
+
+# Tolerances live here and are never loosened to make a test pass.
+ORACLE_OUTPUT = 1e-9  # float64, against the oracle
+ORACLE_GRADIENT = 1e-7  # float64, against the oracle
+SAME_ROW = 1e-10  # float64: a row alone and in a padded batch, a prefix alone and inside a longer row
+SAME_FUNCTION = 1e-12  # float64: two ways to compute one formula
+SAME_FUNCTION_FLOAT32 = 2e-5
+
+
+def small_config(**changes: Any) -> ModelConfig:
+    """Odd sizes on purpose, three fork layers, big enough for bubbles of eight."""
+    base: dict[str, Any] = {
+        "n_layer": 4,
+        "n_head": 3,
+        "width": 12,
+        "vocab_size": 23,
+        "block_size": 16,
+        "fork_layers": (1, 2, 3),
+    }
+    return ModelConfig(**{**base, **changes})
+
+
+def lively_model(config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any) -> Thoughtbubbles:
+    """Weights far larger than the initial ones, so that scores spread, selection bites and no error hides in smallness."""
+    torch.manual_seed(seed)
+    model = Thoughtbubbles(config, **options).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("score.weight"):
+                parameter.normal_(std=1.0)
+            else:
+                parameter.normal_(std=0.35)
+    return model
+
+
+def random_ids(config: ModelConfig, rows: int, tokens: int, *, seed: int = 1) -> Tensor:
+    return torch.randint(config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def ask_oracle(
+    model: Thoughtbubbles, ids: Tensor, targets: Tensor | None = None, **settings: Any
+) -> tuple[oracle.Result, dict[str, Tensor]]:
+    """Runs one row through the oracle; the second result are its own copies of the weights, which collect gradients."""
+    known = {field.name for field in fields(oracle.Settings)}
+    chosen = {**{k: v for k, v in asdict(model.config).items() if k in known}, **settings}
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    result = oracle.run(
+        weights, oracle.Settings(**chosen), ids.tolist(), None if targets is None else targets.tolist()
+    )
+    return result, weights
+
+
+def assert_same_decisions(output: Output, results: list[oracle.Result]) -> None:
+    assert output.forks is not None
+    for index in range(len(output.forks)):
+        for row, result in enumerate(results):
+            ours, theirs = output.forks[index], result.forks[index]
+            used = int((ours.parent[row] >= 0).sum())
+            candidates = len(theirs.selected)
+            assert ours.layer == theirs.layer
+            assert ours.selected[row, :candidates].tolist() == theirs.selected
+            assert not ours.selected[row, candidates:].any()
+            assert ours.parent[row, :used].tolist() == theirs.parent
+            assert ours.is_fork[row, :used].tolist() == theirs.is_fork
+            assert ours.token[row, :used].tolist() == theirs.token
+            assert ours.bubble_size[row, : len(theirs.bubble_size)].tolist() == theirs.bubble_size
+            torch.testing.assert_close(
+                ours.log_score[row, :candidates],
+                torch.tensor(theirs.log_score, dtype=torch.float64),
+                atol=ORACLE_OUTPUT,
+                rtol=0,
+            )

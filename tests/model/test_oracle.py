@@ -1,0 +1,157 @@
+"""The model against the oracle: outputs, decisions and gradients, in float64, over every setting."""
+
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from helpers import (
+    ORACLE_GRADIENT,
+    ORACLE_OUTPUT,
+    ask_oracle,
+    assert_same_decisions,
+    lively_model,
+    random_ids,
+    small_config,
+)
+
+from thoughtbubbles.model.config import ModelConfig, every_fourth_layer
+
+MERGES = ("mixture", "residual", "original")
+BUDGETS = (1, 1.1, 1.15, 1.5, 2, 4)
+
+
+def compare(config: ModelConfig, tokens: list[int], *, call: dict[str, Any] | None = None, attention: str = "fused") -> None:
+    """One padded batch through the model, row by row through the oracle; `call` overrides the config in both."""
+    call = call or {}
+    model = lively_model(config, attention=attention)
+    rows, longest = len(tokens), max(tokens)
+    ids = random_ids(config, rows, longest)
+    targets = random_ids(config, rows, longest, seed=2)
+    targets[0, 0] = oracle.IGNORED if longest > 1 or rows > 1 else targets[0, 0]
+
+    budgets = call.get("budget")
+    results, row_weights = [], []
+    for row, length in enumerate(tokens):
+        budget = budgets[row] if isinstance(budgets, list) else budgets
+        changes = {k: v for k, v in {**call, "budget": budget}.items() if v is not None}
+        result, weights = ask_oracle(model, ids[row, :length], targets[row, :length], **changes)
+        results.append(result)
+        row_weights.append(weights)
+
+    output = model(ids, targets=targets, lengths=tokens, want=("log_probs", "logits"), trace=True, **call)
+    assert_same_decisions(output, results)
+    for row, (length, result) in enumerate(zip(tokens, results, strict=True)):
+        expected = torch.stack(result.log_probs)
+        close(output.log_probs[row, :length], expected)
+        close(output.logits[row, :length].log_softmax(-1), expected)
+        close(output.streams.x[row, : len(result.x)], torch.stack(result.x))
+
+    nll = [value for result in results for value in result.nll if value is not None]
+    loss = torch.stack(nll).mean()
+    close(output.loss, loss)
+
+    # Gradients of the mean loss, made in its forward pass, and of an uneven sum over token_nll, made by recomputation.
+    oracle_grads = summed_gradients(loss, row_weights, keep=True)
+    output.loss.backward()
+    compare_gradients(model, oracle_grads)
+    model.zero_grad()
+    model(ids, targets=targets, lengths=tokens, want=("token_nll",), **call).loss.backward()
+    compare_gradients(model, oracle_grads)
+    model.zero_grad()
+    share = torch.linspace(-1, 2, rows * longest, dtype=torch.float64).view(rows, longest)
+    pairs = [(share[r, t], v) for r, result in enumerate(results) for t, v in enumerate(result.nll) if v is not None]
+    oracle_grads = summed_gradients(torch.stack([s * v for s, v in pairs]).sum(), row_weights, keep=False)
+    (model(ids, targets=targets, lengths=tokens, want=("token_nll",), **call).token_nll * share).sum().backward()
+    compare_gradients(model, oracle_grads)
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours.detach(), theirs.detach(), atol=ORACLE_OUTPUT, rtol=ORACLE_OUTPUT)
+
+
+def summed_gradients(
+    loss: torch.Tensor, row_weights: list[dict[str, torch.Tensor]], *, keep: bool
+) -> dict[str, torch.Tensor]:
+    """Each row had its own copies of the weights; the gradient of a shared weight is the sum over rows."""
+    names = list(row_weights[0])
+    flat = [weights[name] for weights in row_weights for name in names]
+    grads = torch.autograd.grad(loss, flat, retain_graph=keep, allow_unused=True, materialize_grads=True)
+    return {name: sum(grads[i :: len(names)], torch.zeros(())) for i, name in enumerate(names)}
+
+
+def compare_gradients(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(
+            grad, expected[name], atol=ORACLE_GRADIENT, rtol=ORACLE_GRADIENT, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("selection", ["causal", "block"])
+@pytest.mark.parametrize("merge", MERGES)
+def test_every_merge_selection_and_budget(merge, selection, budget):
+    compare(small_config(merge=merge, selection=selection, budget=budget), [7])
+
+
+@pytest.mark.parametrize("selection", ["causal", "block"])
+@pytest.mark.parametrize("merge", MERGES)
+def test_padded_rows(merge, selection):
+    compare(small_config(merge=merge, selection=selection, budget=1.5), [6, 3, 1])
+
+
+@pytest.mark.parametrize("selection", ["causal", "block"])
+def test_a_budget_for_each_row_and_selection_in_the_call(selection):
+    other = {"causal": "block", "block": "causal"}[selection]
+    compare(small_config(selection=other), [5, 5, 4, 3], call={"budget": [1, 1.15, 2, 4], "selection": selection})
+
+
+@pytest.mark.parametrize("merge", MERGES)
+def test_one_token(merge):
+    compare(small_config(merge=merge, budget=4), [1])
+
+
+@pytest.mark.parametrize("copies", [1, 3, 5])
+def test_copies(copies):
+    compare(small_config(copies=copies, fork_layers=(), merge="original"), [5, 2])
+
+
+@pytest.mark.parametrize("off", [("gate_qk",), ("gate_v",), ("gate_residual",), ("gate_qk", "gate_v"), ("gate_qk", "gate_v", "gate_residual")])
+def test_gates_off(off):
+    compare(small_config(**dict.fromkeys(off, False)), [6])
+
+
+@pytest.mark.parametrize("attention", ["fused", "reference"])
+def test_score_scale_one(attention):
+    compare(small_config(score_scale="one"), [6], attention=attention)
+
+
+@pytest.mark.parametrize("selection", ["causal", "block"])
+def test_reference_attention(selection):
+    compare(small_config(selection=selection), [6, 4], attention="reference")
+
+
+def test_score_bias():
+    compare(small_config(score_bias=1.0, budget=1.5), [7])
+
+
+def test_fixed_budget():
+    compare(small_config(selection="block", budget_mode="fixed", budget=1.15, block_size=9), [5, 3])
+
+
+@pytest.mark.parametrize("selection", ["causal", "block"])
+def test_extended_forking(selection):
+    config = small_config(n_layer=12, n_head=2, width=8, fork_layers=every_fourth_layer(12), selection=selection, budget=1.5)
+    assert config.fork_layers == (3, 7, 11)
+    compare(config, [6])
+
+
+@pytest.mark.parametrize("merge", ["mixture", "residual"])
+def test_forking_before_every_block(merge):
+    """Bubbles of up to 32 in a row of 5 tokens, so that doubling steps run past the row's ends."""
+    compare(small_config(n_layer=5, n_head=1, width=6, fork_layers=(0, 1, 2, 3, 4), merge=merge, budget=4), [5])
+
+
+def test_odd_sizes():
+    compare(small_config(n_layer=2, n_head=1, width=10, vocab_size=7, fork_layers=(0,), budget=1.5), [11, 9])

@@ -1,0 +1,331 @@
+"""The whole architecture as slow float64 loops, one row and one stream at a time: the oracle of the tests.
+
+Nothing here is batched. A stream is a 1-D vector, the streams of a layer are a Python list, and every sum over
+streams, tokens or heads is a Python loop, so that each line can be checked against the equation it stands for.
+Autograd runs through everything except the choice of survivors, which is made on plain Python numbers.
+"""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # a target that does not count
+LOWEST = -20.0  # floor of one fork layer's log scores
+KEY_STEPS = 4096  # log scores are ranked in steps of 1/4096
+EPSILON = 1e-5  # of every LayerNorm
+ROPE_BASE = 10000.0
+
+Weights = dict[str, Tensor]
+Key = tuple[bool, int, int]
+
+
+@dataclass
+class Settings:
+    """What a model is, apart from its weights. Values are trusted."""
+
+    n_layer: int
+    n_head: int
+    width: int
+    vocab_size: int
+    block_size: int
+    fork_layers: tuple[int, ...] = ()
+    copies: int = 1
+    budget: str | int | float = 2
+    budget_mode: str = "proportional"  # or "fixed" (block only)
+    selection: str = "causal"  # or "block"
+    merge: str = "mixture"  # or "residual", "original"
+    gate_qk: bool = True
+    gate_v: bool = True
+    gate_residual: bool = True
+    score_scale: str = "head"  # or "one"
+
+
+@dataclass
+class ForkRecord:
+    """What one fork layer decided."""
+
+    layer: int
+    own: list[tuple[float, float]]  # per stream before the fork: this layer's (fork, keep) log scores
+    log_score: list[float]  # per candidate: cumulative, neither rounded nor forced
+    selected: list[bool]  # per candidate
+    parent: list[int]  # per survivor: index, among the streams before, of its parent or of itself
+    is_fork: list[bool]  # per survivor
+    token: list[int]  # per survivor
+    bubble_size: list[int]  # per token
+
+
+@dataclass
+class Result:
+    """Predictions of one row, and the streams they came from."""
+
+    log_probs: list[Tensor]  # per token, a vector over the vocabulary
+    nll: list[Tensor | None]  # per token; None where the target is ignored
+    loss: Tensor | None  # mean over the real targets; None if there are none
+    forks: list[ForkRecord]
+    log_score: list[Tensor]  # per final stream
+    token: list[int]  # per final stream
+    x: list[Tensor]  # per final stream, before the final norm
+
+
+@dataclass
+class Stream:
+    """One residual vector, the log of its score, and the token it belongs to."""
+
+    x: Tensor
+    log_score: Tensor
+    token: int
+
+
+# ---- small pieces ---------------------------------------------------------------------------------------------------
+
+
+def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
+    """y = W x + b."""
+    return weights[f"{name}.weight"] @ x + weights[f"{name}.bias"]
+
+
+def layer_norm(weights: Weights, name: str, x: Tensor) -> Tensor:
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias, the variance divided by D."""
+    centred = x - x.sum() / len(x)
+    variance = (centred * centred).sum() / len(x)
+    return centred / torch.sqrt(variance + EPSILON) * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x * Phi(x), with Phi the normal distribution function (no tanh approximation)."""
+    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    """x_i - log sum_j exp(x_j), of one vector."""
+    return x - torch.logsumexp(x, dim=0)
+
+
+def positions(streams: list[Stream]) -> list[float]:
+    """k - p/q for a stream of token k, with p streams of its bubble to its right, out of q in the bubble."""
+    tokens = [stream.token for stream in streams]
+    return [k - tokens[i + 1 :].count(k) / tokens.count(k) for i, k in enumerate(tokens)]
+
+
+def rope(x: Tensor, position: float) -> Tensor:
+    """Turn the pair (x_i, x_{i+H/2}) by position * base^(-2i/H)."""
+    size, half = len(x), len(x) // 2
+    turned: list[Tensor] = [x[0]] * size
+    for i in range(half):
+        angle = position * ROPE_BASE ** (-2.0 * i / size)
+        cos, sin = math.cos(angle), math.sin(angle)
+        turned[i] = cos * x[i] - sin * x[i + half]
+        turned[i + half] = sin * x[i] + cos * x[i + half]
+    return torch.stack(turned)
+
+
+# ---- selection ------------------------------------------------------------------------------------------------------
+
+
+def make_keys(log_score: list[float], forced: list[bool]) -> list[Key]:
+    """Larger wins: an original's keep first, then the log score in steps of 1/4096, then the earlier candidate."""
+    return [(forced[c], round(log_score[c] * KEY_STEPS), -c) for c in range(len(log_score))]
+
+
+def select_block(keys: list[Key], n_tokens: int, settings: Settings) -> list[bool]:
+    """The ceil(r T) largest keys of the row; "fixed" allows what a full block would have, and at least T."""
+    ratio = Fraction(str(settings.budget))
+    if settings.budget_mode == "fixed":
+        allowed = max(n_tokens, math.ceil(ratio * settings.block_size))
+    else:
+        allowed = math.ceil(ratio * n_tokens)
+    survivors = sorted(keys, reverse=True)[:allowed]
+    return [key in survivors for key in keys]
+
+
+def select_causal(keys: list[Key], token: list[int], n_tokens: int, settings: Settings) -> list[bool]:
+    """Token by token: cap = floor(r (t+1)); who ranks below the cap passes; the best that still fit stay for good."""
+    ratio = Fraction(str(settings.budget))
+    selected = [False] * len(keys)
+    alive = 0  # survivors among the tokens so far
+    for t in range(n_tokens):
+        cap = math.floor(ratio * (t + 1))
+        seen = [c for c in range(len(keys)) if token[c] <= t]
+        passing = []
+        for c in seen:
+            rank = sum(keys[other] > keys[c] for other in seen)  # dropped candidates still count
+            if token[c] == t and rank < cap:
+                passing.append(c)
+        alive_before, alive = alive, min(alive + len(passing), cap)
+        passing.sort(key=lambda c: keys[c], reverse=True)
+        for c in passing[: alive - alive_before]:
+            selected[c] = True
+    return selected
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------
+
+
+def own_scores(weights: Weights, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """[fork, keep] = max(log sigmoid(W LN(x) + b), -20), with b only where the weights have one."""
+    z = weights[f"{name}.score.weight"] @ layer_norm(weights, f"{name}.norm", x)
+    if f"{name}.score.bias" in weights:
+        z = z + weights[f"{name}.score.bias"]
+    fork, keep = torch.nn.functional.logsigmoid(z).clamp(min=LOWEST)
+    return fork, keep
+
+
+def fork_layer(
+    weights: Weights, settings: Settings, layer: int, streams: list[Stream], n_tokens: int
+) -> tuple[list[Stream], ForkRecord]:
+    """Candidates fork_0, keep_0, fork_1, keep_1, ...; log score = parent's + own; a fork's vector = x + embedding."""
+    name = f"forks.{layer}"
+    own: list[tuple[float, float]] = []
+    candidates: list[Stream] = []
+    forced: list[bool] = []
+    for i, stream in enumerate(streams):
+        fork, keep = own_scores(weights, name, stream.x)
+        own.append((fork.item(), keep.item()))
+        is_original = i + 1 == len(streams) or streams[i + 1].token != stream.token
+        candidates.append(Stream(stream.x + weights[f"{name}.embedding"], stream.log_score + fork, stream.token))
+        candidates.append(Stream(stream.x, stream.log_score + keep, stream.token))
+        forced += [False, is_original]
+
+    log_score = [candidate.log_score.item() for candidate in candidates]
+    token = [candidate.token for candidate in candidates]
+    keys = make_keys(log_score, forced)
+    if settings.selection == "block":
+        selected = select_block(keys, n_tokens, settings)
+    else:
+        selected = select_causal(keys, token, n_tokens, settings)
+
+    kept = [c for c in range(len(candidates)) if selected[c]]
+    kept_token = [token[c] for c in kept]
+    record = ForkRecord(
+        layer=layer,
+        own=own,
+        log_score=log_score,
+        selected=selected,
+        parent=[c // 2 for c in kept],
+        is_fork=[c % 2 == 0 for c in kept],
+        token=kept_token,
+        bubble_size=[kept_token.count(t) for t in range(n_tokens)],
+    )
+    return [candidates[c] for c in kept], record
+
+
+def attend(
+    query: Tensor, keys: list[Tensor], values: list[Tensor], log_scores: list[Tensor], settings: Settings
+) -> Tensor:
+    """One head of one stream: sum_j softmax_j(c (q.k_j + log P_j)) P_j v_j, with c = 1/sqrt(H).
+
+    With score_scale "one" the logit is c q.k_j + log P_j.
+    """
+    c = 1.0 / math.sqrt(len(query))
+    logits = []
+    for key, log_score in zip(keys, log_scores, strict=True):
+        logit = c * (query * key).sum()
+        if settings.gate_qk:
+            logit = logit + (log_score if settings.score_scale == "one" else c * log_score)
+        logits.append(logit)
+    attention = log_softmax(torch.stack(logits)).exp()
+    total = torch.zeros_like(query)
+    for weight, value, log_score in zip(attention, values, log_scores, strict=True):
+        total = total + weight * (log_score.exp() * value if settings.gate_v else value)
+    return total
+
+
+def attention_layer(weights: Weights, settings: Settings, name: str, streams: list[Stream]) -> list[Tensor]:
+    """W_o [head_0, head_1, ...] + b_o for every stream; stream i sees streams 0..i."""
+    width, size = settings.width, settings.width // settings.n_head
+    place = positions(streams)
+    log_scores = [stream.log_score for stream in streams]
+    normed = [layer_norm(weights, f"{name}.attention_norm", stream.x) for stream in streams]
+    qkv = [linear(weights, f"{name}.attention.qkv", x) for x in normed]
+    heads: list[list[Tensor]] = [[] for _ in streams]
+    for n in range(settings.n_head):
+        channels = slice(n * size, (n + 1) * size)
+        queries = [rope(row[:width][channels], p) for row, p in zip(qkv, place, strict=True)]
+        keys = [rope(row[width : 2 * width][channels], p) for row, p in zip(qkv, place, strict=True)]
+        values = [row[2 * width :][channels] for row in qkv]
+        for i in range(len(streams)):
+            visible = slice(0, i + 1)
+            heads[i].append(attend(queries[i], keys[visible], values[visible], log_scores[visible], settings))
+    return [linear(weights, f"{name}.attention.out", torch.cat(parts)) for parts in heads]
+
+
+def mlp(weights: Weights, name: str, x: Tensor) -> Tensor:
+    """W_down gelu(W_up LN(x) + b_up) + b_down."""
+    hidden = gelu(linear(weights, f"{name}.mlp.up", layer_norm(weights, f"{name}.mlp_norm", x)))
+    return linear(weights, f"{name}.mlp.down", hidden)
+
+
+def block(weights: Weights, settings: Settings, layer: int, streams: list[Stream]) -> list[Stream]:
+    """x <- x + P attention(x), then x <- x + P MLP(x), with P the stream's score."""
+    name = f"blocks.{layer}"
+    after = []
+    for stream, update in zip(streams, attention_layer(weights, settings, name, streams), strict=True):
+        gate = stream.log_score.exp() if settings.gate_residual else 1.0
+        x = stream.x + gate * update
+        x = x + gate * mlp(weights, name, x)
+        after.append(Stream(x, stream.log_score, stream.token))
+    return after
+
+
+# ---- from ids to predictions ----------------------------------------------------------------------------------------
+
+
+def embed(weights: Weights, settings: Settings, ids: list[int]) -> list[Stream]:
+    """Every token enters as `copies` equal streams of score 1."""
+    table = weights["embedding.weight"]
+    one = torch.zeros((), dtype=table.dtype)  # log 1
+    return [Stream(table[word], one, t) for t, word in enumerate(ids) for _ in range(settings.copies)]
+
+
+def decode(weights: Weights, x: Tensor) -> Tensor:
+    """log softmax(W_e LN_f(x)), the head being the embedding."""
+    return log_softmax(weights["embedding.weight"] @ layer_norm(weights, "final_norm", x))
+
+
+def merge(weights: Weights, settings: Settings, bubble: list[Stream]) -> Tensor:
+    """log p(next token) of one bubble, with w the softmax of its log scores.
+
+    original: p of the last stream. residual: p of sum_j w_j x_j. mixture: sum_j w_j p_j.
+    """
+    if settings.merge == "original" or settings.copies > 1:
+        return decode(weights, bubble[-1].x)
+    log_w = log_softmax(torch.stack([stream.log_score for stream in bubble]))
+    if settings.merge == "residual":
+        mean = torch.zeros_like(bubble[0].x)
+        for weight, stream in zip(log_w.exp(), bubble, strict=True):
+            mean = mean + weight * stream.x
+        return decode(weights, mean)
+    total = log_w[0] + decode(weights, bubble[0].x)
+    for j in range(1, len(bubble)):
+        total = torch.logaddexp(total, log_w[j] + decode(weights, bubble[j].x))
+    return total
+
+
+def run(weights: Weights, settings: Settings, ids: list[int], targets: list[int] | None = None) -> Result:
+    """One unpadded row through the whole model."""
+    streams = embed(weights, settings, ids)
+    forks = []
+    for layer in range(settings.n_layer):
+        if layer in settings.fork_layers:
+            streams, record = fork_layer(weights, settings, layer, streams, len(ids))
+            forks.append(record)
+        streams = block(weights, settings, layer, streams)
+
+    log_probs = [merge(weights, settings, [s for s in streams if s.token == t]) for t in range(len(ids))]
+    nll: list[Tensor | None] = []
+    if targets is not None:
+        nll = [None if y == IGNORED else -row[y] for row, y in zip(log_probs, targets, strict=True)]
+    real = [value for value in nll if value is not None]
+    loss = torch.stack(real).sum() / len(real) if real else None
+    return Result(
+        log_probs=log_probs,
+        nll=nll,
+        loss=loss,
+        forks=forks,
+        log_score=[s.log_score for s in streams],
+        token=[s.token for s in streams],
+        x=[s.x for s in streams],
+    )
