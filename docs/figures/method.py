@@ -35,7 +35,6 @@ CHIP_W, CHIP_H, GAP = 31, 34, 12
 COLOURS = ("#2F6DB5", "#14807A", "#7A50B3", "#C2502E")
 INK, SOFT, FAINT, GREY = "#23272F", "#565D69", "#747B87", "#A9AEB8"
 CARD, BAND = "#FCFBF8", "#EDEBF4"
-FONT = "Inter, Helvetica, Arial, sans-serif"
 MIDDLE, BOLD = {"text_anchor": "middle"}, {"font_weight": 700}
 
 
@@ -124,7 +123,7 @@ def fork_layer(y: float, height: float, streams: list[Stream], row: list[Stream]
     out = [box(16, y, WIDTH - 32, height, 14, fill=BAND)]
     kept, spots, top = select(row), xs(row), y + (height - CHIP_H) / 2 - 4
     for i, (c, x) in enumerate(zip(row, spots, strict=True)):
-        state = "original" if c.original else "survivor" if i in kept else "dropped"
+        state = "dropped" if i not in kept else "original" if c.original else "survivor"
         colour = GREY if state == "dropped" and c.kind == "fork" else COLOURS[c.token]
         dash = "4 3" if c.kind == "fork" else "none"
         look = {"stroke_dasharray": dash, "stroke_width": 2.2, "opacity": streams[i // 2].score}
@@ -159,7 +158,7 @@ def attention(y: float, streams: list[Stream]) -> list[str]:
     out, (*before, last) = [], xs(streams)
     for i, (x, s) in enumerate(zip(before, streams, strict=False)):
         end = y + 20 + 12 * i
-        path = f"M{x + 5} {y + 98}C{x + 35} {end} {(x + last) / 2} {end} {last - 6} {end}"
+        path = f"M{x + 5:g} {y + 98}C{x + 35:g} {end} {(x + last) / 2:g} {end} {last - 6:g} {end}"
         look = {"stroke": INK, "stroke_width": 2.8 * s.score, "opacity": s.score}
         out.append(tag("path", d=path, fill="none", **look))
     return [*out, text(ORIGIN + 1.52 * COLUMN, y + 90, "attention × P", 11.5, INK, **MIDDLE)]
@@ -190,8 +189,8 @@ def note(y: float, number: int, title: str, body: str) -> list[str]:
     out.append(text(LEFT + 28, y, title, 14.5, INK, **BOLD))
     for i, line in enumerate(line for part in body.split("\n") for line in wrap(part, 33)):
         fill, weight = ("#43397F", 600) if line.startswith("=") else (SOFT, 400)
-        words = line.removeprefix("=")
-        out.append(text(LEFT, y + 23 + 17 * i, words, 12.5, fill, font_weight=weight))
+        top, words = y + 23 + 17 * i, line.removeprefix("=")
+        out.append(text(LEFT, top, words, 12.5, fill, font_weight=weight))
     return out
 
 
@@ -208,27 +207,26 @@ def legend(y: float) -> list[str]:
 
 def explain(row_1: list[Stream], row_2: list[Stream]) -> tuple[dict[str, str], str]:
     """The notes, top to bottom, "=" starting a formula, and the caption; all numbers counted."""
-    middle, final = select(row_1), select(row_2)
-    before = Counter(row_1[i].token for i in middle)
-    after = Counter(row_2[i].token for i in final)
+    before, after = (Counter(row[i].token for i in select(row)) for row in (row_1, row_2))
     shrunk, *_, grown = sorted(before, key=lambda k: after[k] - before[k])
     caps = ", ".join(str(math.floor(BUDGET * (t + 1))) for t in range(len(TOKENS)))
     return {
         "Merge": "One prediction a bubble: its streams’ guesses, weighted by their share of the"
         " score.\n=p(y) = Σ w · p(y | stream)\n=w = P / ΣP",
-        "Fork again": f"{len(final)} of {len(row_2)} stay. “{TOKENS[grown]}” grows to"
-        f" {after[grown]} streams; “{TOKENS[shrunk]}” loses its fork.\nMore blocks follow, as in 3.",
+        "Fork again": f"{after.total()} of {len(row_2)} stay. “{TOKENS[grown]}” grows"
+        f" to {after[grown]} streams; “{TOKENS[shrunk]}” loses its fork."
+        "\nMore blocks follow, as in 3.",
         "Weakened blocks": "Attention to a stream and writes into it fade with its score P:\n"
         "=softmax(c·(q·k + log P)) · (P·v)\n=x ← x + P · update\n"
         "Small numbers: position k − p/q\n(rank p from the right, of q).",
         "Fork layer": "Each stream gets a fork and a keep score, multiplied by its P.\n"
-        f"Budget r = {float(BUDGET)} streams a token:\nthe top {len(middle)} of {len(row_1)},"
+        f"Budget r = {float(BUDGET)} streams a token:\nthe top {before.total()} of {len(row_1)},"
         " originals always.\nA fork sits left of its parent.",
         "One stream a token": "Its original, with score P = 1: the first blocks are a plain GPT.",
     }, (
-        "Selection is causal: token t competes with tokens ≤ t only, under the caps floor(r·(t+1))"
-        f" = {caps}. The block rule, which takes the best {len(final)} of the whole row, keeps the"
-        " same streams here. The merge is the mixture. Scores and words are invented."
+        "Causal selection: token t competes with tokens ≤ t only, under caps floor(r·(t+1))"
+        f" = {caps}; the block rule (the best {after.total()} of the row) keeps the same"
+        " streams here. Merge: mixture. c = 1/√(head size). Scores and words are invented."
     )
 
 
@@ -240,10 +238,8 @@ def build() -> str:
     final = [row_2[i] for i in select(row_2)]
     notes, caption = explain(row_1, row_2)
     steps = [f"{title}: {body}" for title, body in reversed(notes.items())]
-    out = [
-        tag("title", TITLE),
-        tag("desc", escape("\n".join([*steps, caption]).replace("\n=", "\n"))),
-    ]
+    spoken = "\n".join([*steps, caption]).replace("\n=", "\n")
+    out = [tag("title", TITLE), tag("desc", escape(spoken))]
     out.append(box(4, 4, WIDTH - 8, HEIGHT - 8, 18, fill=CARD, stroke="#D9D6CE"))
     out.append(text(LEFT - 1, 42, TITLE, 17, INK, **BOLD))
     out.append(text(WIDTH - LEFT, 42, "read upwards ↑", 12.5, text_anchor="end"))
@@ -255,10 +251,10 @@ def build() -> str:
     for i, (y, title) in enumerate(zip((84, 306, 412, 566, 704), notes, strict=True)):
         out += note(y, len(notes) - i, title, notes[title])
     out += legend(787)
-    out += [text(LEFT, 826 + 17 * i, line, 12) for i, line in enumerate(wrap(caption, 132))]
+    out += [text(LEFT, 826 + 17 * i, line, 12) for i, line in enumerate(wrap(caption, 124))]
     frame = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "width": WIDTH, "height": HEIGHT, "role": "img"}
-    frame |= {"xmlns": "http://www.w3.org/2000/svg", "font_family": FONT}
-    return tag("svg", "\n".join(["", *out, ""]), **frame) + "\n"
+    frame["font_family"] = "Inter, Helvetica, Arial, sans-serif"
+    return tag("svg", "\n".join(["", *out, ""]), xmlns="http://www.w3.org/2000/svg", **frame) + "\n"
 
 
 def main() -> int:

@@ -115,9 +115,13 @@ class Thoughtbubbles(nn.Module):
             trace=trace,
             look_inside=not torch.compiler.is_compiling() and (ids.device.type == "cpu" or not self.training),
         )
+        return self.run(given, want=want, trace=trace)
+
+    def run(self, given: inputs.Inputs, *, want: Collection[str] = (), trace: bool | str = False) -> Output:
+        """`forward` behind the door: nothing is checked any more."""
         streams, forks, attention = self.run_layers(given, keep_attention=trace == "attention")
         output = Output(streams, forks=forks if trace else None, attention=attention or None)
-        return self.decode(output, given.targets, n_tokens=ids.shape[1], want=want)
+        return self.decode(output, given.targets, n_tokens=given.ids.shape[1], want=want)
 
     def run_layers(
         self, given: inputs.Inputs, *, keep_attention: bool

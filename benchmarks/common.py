@@ -1,0 +1,97 @@
+"""What the benchmarks share: naming the machine, timing side by side, memory above a start, and writing results down."""
+
+import gc
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def device_name(device: str) -> str:
+    """Names the machine in results and file names: the GPU, or the processor's kind with its threads."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(variants: dict[str, Callable[[], object]], *, device: str, repeats: int, warmup: int = 2) -> dict[str, float]:
+    """Median time of each variant. They take turns, so that a slow spell of the machine hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for repeat in range(warmup + repeats):
+        for name, run in variants.items():
+            synchronize(device)
+            begin = time.perf_counter()
+            run()
+            synchronize(device)
+            if repeat >= warmup:
+                times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def extra_peak_bytes(run: Callable[[], object], *, device: str) -> int:
+    """The most memory held at any moment of `run`, above what was held before it."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark of this process
+    except OSError as error:
+        raise RuntimeError("peak memory on the CPU is measured through Linux's /proc; it is not available here") from error
+    before = _resident("VmRSS")
+    run()
+    return _resident("VmHWM") - before
+
+
+def _resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+
+def commit() -> str:
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=RESULTS.parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()
+
+
+def write_results(benchmark: str, device: str, numbers: dict[str, Any], *, to: Path | None) -> Path:
+    name = device_name(device)
+    slug = "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+    path = (to or RESULTS) / f"{benchmark}-{slug}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "benchmark": benchmark,
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "commit": commit(),
+        "machine": name,
+        "torch": torch.__version__,
+        **numbers,
+    }
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path

@@ -1,0 +1,129 @@
+"""The `thoughtbubbles` command: a table from verbs to functions. Each verb imports what it needs when it is called."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from thoughtbubbles import __version__
+
+if TYPE_CHECKING:
+    from thoughtbubbles.model.config import ModelConfig
+
+
+def inspect(
+    size: str,
+    /,
+    *,
+    tokens: int | None = None,
+    rows: int = 1,
+    copies: tuple[int, ...] = (3, 5),
+    budgets: tuple[float, ...] = (2, 4),
+) -> None:
+    """Show what a model costs: parameters, FLOPs, streams at each layer and memory, against plain GPT and copy-N.
+
+    Args:
+        size: A size by name (nano, tiny, 150m, 319m, 772m, 1.9b), in our form or, as 150m-paper, in the paper's.
+        tokens: Tokens in a row; the model's block size by default.
+        rows: Rows in a batch, for the memory that the backward needs.
+        copies: The copy-N baselines to show.
+        budgets: The budgets (streams per token) to show.
+    """
+    from thoughtbubbles.model.config import ModelConfig
+
+    base = ModelConfig.named(size)
+    name = size.partition("-")[0]
+    if tokens is not None and not 1 <= tokens <= base.block_size:
+        raise ValueError(f"--tokens {tokens}: a row of {size} has from 1 to {base.block_size} tokens")
+    if rows < 1:
+        raise ValueError(f"--rows {rows}: a batch has 1 row or more")
+    variants = {"plain": ModelConfig.named(f"{name}-plain")}
+    variants |= {f"copy-{n}": ModelConfig.named(f"{name}-copy-{n}") for n in copies}
+    variants |= {f"{base.selection}, r = {r:g}": ModelConfig.named(size, budget=r) for r in budgets if base.fork_layers}
+    _show_costs(size, variants, tokens=tokens or base.block_size, rows=rows)
+
+
+def _show_costs(size: str, variants: "dict[str, ModelConfig]", *, tokens: int, rows: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from thoughtbubbles.model.cost import activation_bytes, cost, training_state_bytes
+
+    costs = {name: cost(config, tokens) for name, config in variants.items()}
+    plain = costs["plain"].flops
+
+    table = Table(title=f"{size}: rows of {tokens} tokens")
+    for heading in ("", "parameters", "GFLOP a token\nforward", "\nbackward", "FLOPs\n/ plain"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for heading in ("training state\n(GiB)", f"kept for backward\n(GiB, {rows} row{'s' * (rows > 1)})"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, found in costs.items():
+        table.add_row(
+            name,
+            f"{found.parameters:,}",
+            f"{found.forward_per_token / 1e9:.3f}",
+            f"{found.backward_per_token / 1e9:.3f}",
+            f"{found.flops / plain:.2f}×",
+            f"{training_state_bytes(variants[name]) / 2**30:.2f}",
+            f"{activation_bytes(variants[name], tokens, rows=rows) / 2**30:.2f}",
+        )
+
+    streams = Table(title="Streams in each block")
+    streams.add_column("", no_wrap=True)
+    streams.add_column("blocks: streams a row (a token)")
+    for name, found in costs.items():
+        spans = [f"{span}: {n:,} ({n / tokens:g})" for span, n in _spans(found.streams)]
+        streams.add_row(name, ",  ".join(spans))
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table, streams)
+    console.print(
+        "Training state: float32 weights, gradients and AdamW's moments. Kept for backward: what autograd saves in a "
+        "forward with bfloat16 products and a float32 residual, counted without compilation or checkpointing, which "
+        "both need less. Causal selection may leave a few slots unused; they are computed all the same.",
+        soft_wrap=True,
+    )
+
+
+def _spans(streams: Sequence[int]) -> list[tuple[str, int]]:
+    """Runs of blocks that work on equally many streams."""
+    starts = [i for i, n in enumerate(streams) if i == 0 or streams[i - 1] != n]
+    ends = [*(start - 1 for start in starts[1:]), len(streams) - 1]
+    return [(f"{a}–{b}" if a < b else str(a), streams[a]) for a, b in zip(starts, ends, strict=True)]
+
+
+class Verb(NamedTuple):
+    run: Callable[..., None]
+    summary: str
+
+
+VERBS = {"inspect": Verb(inspect, "what a model costs: parameters, FLOPs, streams, memory")}
+
+USAGE = f"""\
+usage: thoughtbubbles VERB …
+
+{chr(10).join(f"  {name:<10} {verb.summary}" for name, verb in VERBS.items())}
+
+  thoughtbubbles VERB --help    what a verb takes
+  thoughtbubbles --version
+
+for example: thoughtbubbles inspect 150m"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return
+    if arguments[0] in ("-V", "--version"):
+        print(f"thoughtbubbles {__version__}")
+        return
+    name, *rest = arguments
+    if name not in VERBS:
+        sys.exit(f"thoughtbubbles: no verb {name!r}; choose from: {', '.join(VERBS)} (thoughtbubbles --help)")
+
+    import tyro
+
+    try:
+        tyro.cli(VERBS[name].run, prog=f"thoughtbubbles {name}", args=rest)
+    except ValueError as error:  # a user's mistake: the message says it all
+        sys.exit(f"thoughtbubbles {name}: {error}")

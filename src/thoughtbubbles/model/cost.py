@@ -1,0 +1,103 @@
+"""What a model costs: parameters, streams at each layer, FLOPs and memory, as counted everywhere in this project.
+
+Forward + backward is 6 · 12 D² a stream a layer, 6 · D · V a decoded row, and 6 · S² · D a row of streams a layer (the
+causal half of attention); a third of it is the forward. Padding and recomputation do not count as work.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from thoughtbubbles.model.budget import Budget
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.inputs import Inputs
+from thoughtbubbles.model.selection import Rule
+from thoughtbubbles.model.transformer import Thoughtbubbles
+
+
+class Cost(NamedTuple):
+    """Of one row of `n_tokens` tokens."""
+
+    parameters: int
+    n_tokens: int
+    streams: tuple[int, ...]  # in each block
+    decoded: int  # rows that reach the output table
+    flops: int  # forward + backward
+
+    @property
+    def forward_per_token(self) -> float:
+        return self.flops / 3 / self.n_tokens
+
+    @property
+    def backward_per_token(self) -> float:
+        return 2 * self.forward_per_token
+
+
+def cost(config: ModelConfig, n_tokens: int | None = None) -> Cost:
+    n_tokens = config.block_size if n_tokens is None else n_tokens
+    streams = streams_by_layer(config, n_tokens)
+    decoded = streams[-1] if config.merge == "mixture" else n_tokens
+    width = config.width
+    flops = (
+        sum(6 * 12 * width**2 * s + 6 * s**2 * width for s in streams)  # blocks
+        + 6 * width * config.vocab_size * decoded  # output table
+    )
+    return Cost(parameter_count(config), n_tokens, streams, decoded, flops)
+
+
+def parameter_count(config: ModelConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Thoughtbubbles(config).parameters())
+
+
+def streams_by_layer(config: ModelConfig, n_tokens: int) -> tuple[int, ...]:
+    """Slots that each block works on: the budget's cap once there are enough candidates for it."""
+    rule, streams, found = rule_of(config), config.copies * n_tokens, []
+    for layer in range(config.n_layer):
+        if layer in config.fork_layers:
+            streams = rule.n_slots(streams, n_tokens)
+        found.append(streams)
+    return tuple(found)
+
+
+def rule_of(config: ModelConfig) -> Rule:
+    fixed = config.block_size if config.budget_mode == "fixed" else None
+    return Rule(config.selection, Budget.of(config.budget), fixed)
+
+
+def training_state_bytes(config: ModelConfig) -> int:
+    """Float32 weights, gradients and AdamW's two moments."""
+    return 16 * parameter_count(config)
+
+
+def activation_bytes(config: ModelConfig, n_tokens: int | None = None, *, rows: int = 1) -> int:
+    """What the backward of a forward without compilation keeps, with bfloat16 products and a float32 residual.
+
+    Not a formula: the forward itself runs on tensors without storage, and everything that autograd saves is counted
+    once. Weights do not count.
+    """
+    n_tokens = config.block_size if n_tokens is None else n_tokens
+    saved: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage.nbytes()
+        kept.append(tensor)  # so that no storage is freed and its place counted twice
+        return tensor
+
+    kept: list[Tensor] = []
+    with FakeTensorMode():
+        model = Thoughtbubbles(config)
+        given = Inputs(
+            ids=torch.zeros(rows, n_tokens, dtype=torch.int64),
+            targets=torch.zeros(rows, n_tokens, dtype=torch.int64),
+            lengths=torch.full((rows,), n_tokens),
+            rule=rule_of(config),
+        )
+        weights = {p.untyped_storage()._cdata for p in model.parameters()}
+        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16):
+            model.run(given)
+    return sum(size for storage, size in saved.items() if storage not in weights)

@@ -1,0 +1,90 @@
+"""The checks of test_compile.py, as a program of its own: torch.compile cannot trace the shape checks of the test run.
+
+python compile_probe.py CHECK exits 0 if the check holds.
+"""
+
+import sys
+from typing import Any
+
+import torch
+
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.transformer import Thoughtbubbles
+
+TOLERANCE = 2e-5  # float32: code generation may reorder sums
+FORMS: dict[str, dict[str, Any]] = {
+    "nano": {},
+    "nano-paper": {"merge": "residual"},
+    "nano-copy-3": {},
+    "nano-plain": {},
+}
+
+
+def make(name: str, **changes: Any) -> tuple[Thoughtbubbles, torch.Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Thoughtbubbles(ModelConfig.named(name, **changes))
+    return model, torch.randint(model.config.vocab_size, (2, 32))
+
+
+def same_numbers(backend: str) -> None:
+    """The whole model in one graph, forward and backward, against eager."""
+    for name, changes in FORMS.items():
+        model, ids = make(name, **changes)
+        results = []
+        for run in (model, torch.compile(model, fullgraph=True, backend=backend)):
+            model.zero_grad()
+            out = run(ids, targets=ids.roll(-1, 1), want=("log_probs",))
+            out.loss.backward()
+            results.append((out.loss, out.log_probs, *(p.grad for p in model.parameters())))
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def every_way_to_call() -> None:
+    model, ids = make("nano")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    lengths = torch.tensor([32, 7])
+    calls = [{"budget": 1.5}, {"budget": [1, 1.15]}, {"selection": "block"}, {"want": ("token_nll",)}, {"trace": True}]
+    for call in calls:
+        a, b = (run(ids, targets=ids, lengths=lengths, **call).loss for run in (model, compiled))
+        torch.testing.assert_close(a, b)
+
+
+def autocast() -> None:
+    model, ids = make("nano")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        a, b = (run(ids, targets=ids).loss for run in (model, compiled))
+    torch.testing.assert_close(a, b)
+
+
+def no_new_graph() -> None:
+    """Other tokens, other weights, other decisions: the shapes are the same, so the graph is too."""
+    model, _ = make("nano")
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, backend=count)
+    for _ in range(4):
+        ids = torch.randint(model.config.vocab_size, (2, 32))
+        compiled(ids, targets=ids).loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    assert len(graphs) == 1, f"{len(graphs)} graphs"
+
+
+CHECKS = {
+    "one graph": lambda: same_numbers("aot_eager"),
+    "generated code": lambda: same_numbers("inductor"),
+    "every way to call": every_way_to_call,
+    "autocast": autocast,
+    "no new graph": no_new_graph,
+}
+
+if __name__ == "__main__":
+    CHECKS[sys.argv[1]]()

@@ -1,0 +1,120 @@
+"""The fused path against the reference: outputs, gradients, precision, and that it really is the flash kernel."""
+
+import math
+
+import pytest
+import torch
+from helpers import SAME_FUNCTION, SAME_FUNCTION_FLOAT32, lively_model, random_ids, small_config
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from thoughtbubbles.model.attention import Attenuation, attenuation, fused_attention, reference_attention
+
+PATHS = (reference_attention, fused_attention)
+
+
+def inputs(streams: int = 13, head: int = 6, dtype: torch.dtype = torch.float64, low: float = -25.0):
+    q, k, v = (torch.randn(2, 3, streams, head, dtype=dtype, requires_grad=True) for _ in range(3))
+    wide = torch.promote_types(dtype, torch.float32)
+    log_score = (low * torch.rand(2, streams, dtype=wide)).requires_grad_()
+    return q, k, v, log_score
+
+
+def gated(log_score, *, scale=1.0, qk=True, value=True):
+    return Attenuation(log_score * scale if qk else None, log_score.exp() if value else None, None)
+
+
+@pytest.mark.parametrize("head", [2, 6, 8, 10])
+@pytest.mark.parametrize(("qk", "value"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("scale", ["head", "one"])
+def test_both_paths_compute_the_same(scale, qk, value, head):
+    q, k, v, log_score = inputs(head=head)
+    factor = 1 / math.sqrt(head) if scale == "head" else 1.0
+    outs, grads = [], []
+    for path in PATHS:
+        out, _ = path(q, k, v, gated(log_score, scale=factor, qk=qk, value=value))
+        outs.append(out)
+        weighted = (out * torch.arange(out.numel(), dtype=out.dtype).view_as(out).sin()).sum()
+        grads.append(torch.autograd.grad(weighted, (q, k, v, log_score), allow_unused=True, materialize_grads=True))
+    torch.testing.assert_close(outs[0], outs[1], atol=SAME_FUNCTION, rtol=SAME_FUNCTION)
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, atol=SAME_FUNCTION, rtol=SAME_FUNCTION)
+
+
+def test_weights_are_a_causal_distribution_weakened_by_the_score():
+    q, k, v, log_score = inputs(streams=5)
+    _, weights = reference_attention(q, k, v, gated(log_score))
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights.sum(-1)))
+    assert (weights.triu(1) == 0).all()
+    _, plain = reference_attention(q, k, v, Attenuation())
+    ratio = (weights / plain)[..., 4, :]  # in the last row: proportional to the score
+    expected = log_score.exp()[:, None] * (ratio / log_score.exp()[:, None]).mean(-1, keepdim=True)
+    torch.testing.assert_close(ratio, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_fused_path_runs_on_the_flash_kernel(dtype):
+    """With every other kernel forbidden it still runs, forward and backward: no mask, no odd shapes."""
+    q, k, v, log_score = inputs(dtype=dtype, head=8)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out, weights = fused_attention(q, k, v, gated(log_score))
+        out.sum().backward()
+    assert weights is None
+    assert log_score.grad.abs().sum() > 0
+
+
+def test_nothing_of_size_s_by_s_is_kept():
+    streams = 512
+    q, k, v, log_score = inputs(streams=streams, dtype=torch.float32)
+    largest = 0
+
+    def count(tensor):
+        nonlocal largest
+        largest = max(largest, tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        fused_attention(q, k, v, gated(log_score))
+    assert largest < streams * streams
+
+
+def test_low_scores_survive_bfloat16():
+    """A log score of −57.3 has a spacing of 1/4 in bfloat16; carried as two parts it keeps its fraction."""
+    head, streams = 64, 40
+    q, k = (torch.zeros(1, 1, streams, head, dtype=torch.bfloat16) for _ in range(2))
+    v = torch.randn(1, 1, streams, head, dtype=torch.bfloat16)
+    log_score = -55 - 5 * torch.rand(1, streams)
+    by = gated(log_score, scale=1.0, value=False)  # undivided, so that an error would show
+    exact, _ = reference_attention(q.double(), k.double(), v.double(), by._replace(key_bias=by.key_bias.double()))
+    fused, _ = fused_attention(q, k, v, by)
+    rounded = by._replace(key_bias=by.key_bias.bfloat16().float())
+    careless, _ = reference_attention(q.double(), k.double(), v.double(), rounded._replace(key_bias=rounded.key_bias.double()))
+    error = (fused - exact).norm() / exact.norm()
+    assert error < 1e-2, "as for bfloat16"
+    assert (careless - exact).norm() / exact.norm() > 3 * error, "one bfloat16 channel alone would not do"
+
+
+@pytest.mark.parametrize("scale", ["head", "one"])
+def test_the_bias_is_scaled_as_the_config_says(scale):
+    config = small_config(score_scale=scale)
+    log_score = torch.full((1, 4), -2.0)
+    by = attenuation(log_score, config)
+    expected = -2.0 / math.sqrt(config.head_size) if scale == "head" else -2.0
+    torch.testing.assert_close(by.key_bias, torch.full((1, 4), expected))
+    torch.testing.assert_close(by.value, log_score.exp())
+    torch.testing.assert_close(by.write, log_score.exp())
+
+
+def test_gates_that_are_off_are_absent():
+    config = small_config(gate_qk=False, gate_v=False, gate_residual=False)
+    assert attenuation(torch.zeros(1, 4), config) == (None, None, None)
+
+
+@pytest.mark.parametrize("selection", ["block", "causal"])
+def test_whole_models_agree_in_float32(selection):
+    config = small_config(selection=selection)
+    ids = random_ids(config, 2, 16)
+    outputs = [
+        lively_model(config, attention=path, dtype=torch.float32)(ids, want=("log_probs",)).log_probs
+        for path in ("fused", "reference")
+    ]
+    torch.testing.assert_close(*outputs, atol=SAME_FUNCTION_FLOAT32, rtol=SAME_FUNCTION_FLOAT32)

@@ -1,0 +1,63 @@
+"""Budgets round exactly, for every way of writing them."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thoughtbubbles.model.budget import Budget
+
+budgets = st.decimals(min_value=1, max_value=9, places=3).map(float)
+
+
+def test_the_cases_that_floats_get_wrong():
+    assert Budget.of(1.1).largest_ceil(50) == 55
+    assert Budget.of(1.15).largest_floor(100) == 115
+    assert Budget.of(1.1).ceil(torch.tensor([[50]])).item() == 55
+    assert Budget.of(1.15).floor(torch.tensor([[100]])).item() == 115
+
+
+@given(st.lists(budgets, min_size=1, max_size=4), st.integers(1, 4096))
+def test_tensors_and_numbers_round_alike(rows, tokens):
+    budget = Budget.of(rows)
+    exact = [Fraction(str(r)) * tokens for r in rows]
+    seen = torch.full((len(rows), 1), tokens)
+    assert budget.floor(seen).flatten().tolist() == [e.__floor__() for e in exact]
+    assert budget.ceil(seen).flatten().tolist() == [e.__ceil__() for e in exact]
+    assert budget.largest_floor(tokens) == max(e.__floor__() for e in exact)
+    assert budget.largest_ceil(tokens) == max(e.__ceil__() for e in exact)
+
+
+def test_ways_to_write_one():
+    numpy = pytest.importorskip("numpy")
+    expected = Budget((3,), (2,))
+    ways = (1.5, "1.5", "3/2", Fraction(3, 2), [1.5], expected, numpy.float64(1.5))
+    assert all(Budget.of(way) == expected for way in ways)
+    assert Budget.of([1, 2.5]) == Budget((1, 5), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0.99, r"budget = 0\.99 is below 1.*give 1 or more"),
+        (-2, "budget = -2 is below 1"),
+        ([2, 0.5], r"budget = 0\.5 is below 1"),
+        (float("nan"), "budget = nan is not a number"),
+        (float("inf"), "budget = inf is not a number"),
+        ("many", "budget = 'many' is not a number"),
+        ([], "budget is empty"),
+        (torch.tensor([1.5]), r"budget is a tensor.*tolist"),
+    ],
+)
+@pytest.mark.usefixtures("no_shape_checks")
+def test_bad_budgets(value, message):
+    with pytest.raises(ValueError, match=message):
+        Budget.of(value)
+
+
+def test_too_many_digits():
+    Budget.of(4 / 3).check_range(512)
+    with pytest.raises(ValueError, match="too many digits for 100000 tokens.*round it"):
+        Budget.of(4 / 3).check_range(100_000)

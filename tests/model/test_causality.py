@@ -1,0 +1,65 @@
+"""The probe that a key-value cache hangs on: can later tokens change an earlier prediction?"""
+
+import pytest
+import torch
+from helpers import SAME_ROW, lively_model, random_ids, small_config
+
+MERGES = ("mixture", "residual", "original")
+
+
+def two_rows_that_agree_before(config, t: int, tokens: int):
+    first, second = random_ids(config, 1, tokens), random_ids(config, 1, tokens, seed=99)
+    second[:, :t] = first[:, :t]
+    assert (second[:, t:] != first[:, t:]).any()
+    return first, second
+
+
+@pytest.mark.parametrize("budget", [1, 1.15, 1.5, 2, 4])
+@pytest.mark.parametrize("merge", MERGES)
+def test_causal_selection_is_bit_identical_before_a_change(merge, budget):
+    config = small_config(merge=merge, budget=budget)
+    for seed in range(3):
+        model = lively_model(config, seed=seed)
+        for t in (1, 5, 9, 13):
+            first, second = two_rows_that_agree_before(config, t, 14)
+            a, b = (model(ids, want=("logits",)).logits for ids in (first, second))
+            assert torch.equal(a[:, :t], b[:, :t])
+            assert not torch.equal(a[:, t:], b[:, t:])
+
+
+@pytest.mark.parametrize("budget", [1, 1.15, 1.5, 2, 4])
+@pytest.mark.parametrize("merge", MERGES)
+def test_a_prefix_alone_equals_the_prefix_inside(merge, budget):
+    config = small_config(merge=merge, budget=budget)
+    model = lively_model(config)
+    ids = random_ids(config, 2, 16)
+    whole = model(ids, want=("log_probs",)).log_probs
+    for t in range(1, 16):
+        alone = model(ids[:, :t], want=("log_probs",)).log_probs
+        torch.testing.assert_close(alone, whole[:, :t], atol=SAME_ROW, rtol=0)
+
+
+@pytest.mark.parametrize("merge", MERGES)
+def test_block_selection_is_not_causal_and_this_is_meant(merge):
+    """The paper's top-k looks at the whole row: for `block` the same probe must find a difference.
+
+    If this test fails, either block selection has been changed into something else, or the probe above proves nothing.
+    """
+    config = small_config(merge=merge, selection="block", budget=1.5)
+    differences = 0
+    for seed in range(3):
+        model = lively_model(config, seed=seed)
+        for t in (5, 9, 13):
+            first, second = two_rows_that_agree_before(config, t, 14)
+            a, b = (model(ids, want=("logits",)).logits for ids in (first, second))
+            differences += not torch.equal(a[:, :t], b[:, :t])
+    assert differences > 0
+
+
+@pytest.mark.parametrize("form", [{"copies": 3}, {}])
+def test_baselines_are_causal(form):
+    config = small_config(fork_layers=(), merge="original", **form)
+    model = lively_model(config)
+    first, second = two_rows_that_agree_before(config, 6, 12)
+    a, b = (model(ids, want=("logits",)).logits for ids in (first, second))
+    assert torch.equal(a[:, :6], b[:, :6])

@@ -1,0 +1,65 @@
+"""Counts: FLOPs as the architecture page has them, streams that equal the real ones, memory that equals what is saved."""
+
+import pytest
+import torch
+from helpers import random_ids, small_config
+
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.cost import activation_bytes, cost, streams_by_layer, training_state_bytes
+from thoughtbubbles.model.transformer import Thoughtbubbles
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "rows", "teraflops"),
+    [
+        ("150m-plain", {}, 64, 31.1),
+        ("150m", {"merge": "residual"}, 64, 52.2),
+        ("150m", {"merge": "residual", "budget": 4}, 64, 85.6),
+        ("1.9b-plain", {}, 8, 48.0),
+        ("1.9b", {}, 8, 91.4),
+    ],
+)
+def test_flops(name, changes, rows, teraflops):
+    assert rows * cost(ModelConfig.named(name, **changes)).flops / 1e12 == pytest.approx(teraflops, abs=0.05)
+
+
+def test_a_mixture_decodes_every_stream():
+    mixture, residual = (cost(ModelConfig.named("150m", merge=merge)) for merge in ("mixture", "residual"))
+    assert (mixture.decoded, residual.decoded) == (1024, 512)
+    assert mixture.flops - residual.flops == 6 * 768 * 50304 * 512
+    assert mixture.forward_per_token + mixture.backward_per_token == pytest.approx(mixture.flops / 512)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"budget": r, "selection": s} for r in (1, 1.15, 2, 4, 16) for s in ("block", "causal")]
+    + [
+        {"selection": "block", "budget_mode": "fixed", "budget": 1.5},
+        {"copies": 3, "fork_layers": (), "merge": "original"},
+    ],
+)
+def test_streams_are_those_of_the_model(changes):
+    config = small_config(**changes)
+    attention = Thoughtbubbles(config)(random_ids(config, 1, 11), trace="attention").attention
+    assert streams_by_layer(config, 11) == tuple(w.shape[-1] for w in attention)
+
+
+@pytest.mark.parametrize("name", ["nano", "nano-plain", "nano-paper"])
+def test_memory_is_what_a_real_forward_saves(name):
+    config = ModelConfig.named(name)
+    model, ids = Thoughtbubbles(config), random_ids(config, 3, 20)
+    saved = {}
+
+    def count(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t), torch.autocast("cpu", torch.bfloat16):
+        model(ids, targets=ids)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    real = sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in weights)
+    assert activation_bytes(config, 20, rows=3) == pytest.approx(real, rel=0.01)
+
+
+def test_training_state():
+    assert training_state_bytes(ModelConfig.named("150m-plain")) == 16 * 152_040_960

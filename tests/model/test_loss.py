@@ -1,0 +1,186 @@
+"""The chunked losses against the dense form: every chunk size, any upstream gradient, and the memory they must not take."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import SAME_FUNCTION
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thoughtbubbles.model import head, loss
+from thoughtbubbles.model.loss import IGNORED, mean_loss, row_log_prob
+
+WIDTH, VOCABULARY = 5, 11
+
+
+@pytest.fixture(params=[1, 2, 3, 7, 256])
+def chunk_rows(request, monkeypatch):
+    monkeypatch.setitem(loss.CHUNK_ROWS, "cpu", request.param)
+    return request.param
+
+
+def bubbles(sizes: list[int]):
+    """Rows of tokens with these bubble sizes: (start, end, token)."""
+    token = torch.tensor([t for t, size in enumerate(sizes) for _ in range(size)])
+    return torch.searchsorted(token, token), torch.searchsorted(token, token, right=True) - 1, token
+
+
+def leaves(rows: int):
+    torch.manual_seed(rows)
+    hidden, weight = torch.randn(rows, WIDTH, dtype=torch.float64), torch.randn(VOCABULARY, WIDTH, dtype=torch.float64)
+    log_score = -3 * torch.rand(rows, dtype=torch.float64)
+    return [leaf.requires_grad_() for leaf in (hidden, weight, log_score)]
+
+
+def dense_nll(hidden, weight, log_score, target, token, n_tokens: int):
+    """The mixture written out with full distributions, token by token."""
+    probabilities = (hidden @ weight.T).softmax(-1)
+    nll = []
+    for t in range(n_tokens):
+        mine = token == t
+        share = log_score[mine].softmax(0)
+        nll.append(-(share @ probabilities[mine])[target[t]].log())
+    return torch.stack(nll)
+
+
+@pytest.mark.parametrize("sizes", [[1], [1, 1, 1], [3, 1, 8, 2, 1, 1, 4], [8, 8], [5]])
+def test_mean_loss(sizes, chunk_rows):
+    start, end, token = bubbles(sizes)
+    hidden, weight, log_score = leaves(len(token))
+    target = torch.randint(VOCABULARY, (len(sizes),))
+    target[0] = IGNORED if len(sizes) > 1 else target[0]
+    ours = mean_loss(hidden, weight, target[token], log_score=log_score, start=start, end=end, max_bubble=8)
+    real = target != IGNORED
+    dense = dense_nll(hidden, weight, log_score, target.clamp(min=0), token, len(sizes))[real].mean()
+    torch.testing.assert_close(ours, dense, atol=SAME_FUNCTION, rtol=SAME_FUNCTION)
+    grads = [torch.autograd.grad(3 * value, (hidden, weight, log_score)) for value in (ours, dense)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, atol=SAME_FUNCTION, rtol=SAME_FUNCTION)
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=12), st.integers(1, 9), st.data())
+def test_mean_loss_wherever_chunks_are_cut(sizes, rows_a_chunk, data):
+    start, end, token = bubbles(sizes)
+    hidden, weight, log_score = leaves(len(token))
+    choice = st.one_of(st.just(IGNORED), st.integers(0, VOCABULARY - 1))
+    target = torch.tensor(data.draw(st.lists(choice, min_size=len(sizes), max_size=len(sizes))))
+    whole = loss.CHUNK_ROWS["cpu"]
+    found = []
+    for loss.CHUNK_ROWS["cpu"] in (rows_a_chunk, whole):
+        value = mean_loss(hidden, weight, target[token], log_score=log_score, start=start, end=end, max_bubble=8)
+        found.append((value, *torch.autograd.grad(value, (hidden, weight, log_score))))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=SAME_FUNCTION, rtol=SAME_FUNCTION)
+
+
+def test_one_row_a_token_is_cross_entropy(chunk_rows):
+    hidden, weight, _ = leaves(10)
+    target = torch.randint(VOCABULARY, (10,))
+    target[3] = IGNORED
+    ours, dense = mean_loss(hidden, weight, target), F.cross_entropy(hidden @ weight.T, target, ignore_index=IGNORED)
+    torch.testing.assert_close(ours, dense, atol=SAME_FUNCTION, rtol=SAME_FUNCTION)
+    grads = [torch.autograd.grad(value, (hidden, weight)) for value in (ours, dense)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, atol=SAME_FUNCTION, rtol=SAME_FUNCTION)
+
+
+def test_row_log_prob_with_unequal_upstream_gradients(chunk_rows):
+    """Gradients made ahead for a mean would be wrong here: each row has its own share of the loss, some negative."""
+    hidden, weight, _ = leaves(10)
+    target = torch.randint(VOCABULARY, (10,))
+    share = torch.linspace(-2, 5, 10, dtype=torch.float64)
+    ours = row_log_prob(hidden, weight, target)
+    dense = (hidden @ weight.T).log_softmax(-1).gather(1, target[:, None])[:, 0]
+    torch.testing.assert_close(ours, dense, atol=SAME_FUNCTION, rtol=SAME_FUNCTION)
+    grads = [torch.autograd.grad((share * value**2).sum(), (hidden, weight)) for value in (ours, dense)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, atol=SAME_FUNCTION, rtol=SAME_FUNCTION)
+
+
+def test_token_nll_with_unequal_upstream_gradients(chunk_rows):
+    sizes = [3, 1, 8, 2]
+    _, _, token = bubbles(sizes)
+    hidden, weight, log_score = leaves(len(token))
+    target = torch.randint(VOCABULARY, (1, len(sizes)))
+    share = torch.tensor([1.0, -4.0, 0.0, 2.5], dtype=torch.float64)
+    rows = head.Rows(hidden[None], log_score[None], token[None], len(sizes), 8)
+    ours = head.token_nll(rows, weight, target)[0]
+    dense = dense_nll(hidden, weight, log_score, target[0], token, len(sizes))
+    torch.testing.assert_close(ours, dense, atol=SAME_FUNCTION, rtol=SAME_FUNCTION)
+    grads = [torch.autograd.grad((share * value).sum(), (hidden, weight, log_score)) for value in (ours, dense)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, atol=SAME_FUNCTION, rtol=SAME_FUNCTION)
+
+
+def test_very_unlikely_targets_stay_finite():
+    """Logits of ±2000 underflow every probability but the largest; the loss is their difference all the same."""
+    hidden = torch.tensor([[2000.0], [-2000.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    value = mean_loss(hidden, weight, torch.tensor([1, 0]))
+    value.backward()
+    assert value == 4000
+    assert hidden.grad.isfinite().all()
+
+
+def test_nothing_but_ignored_targets():
+    hidden, weight, _ = leaves(4)
+    value = mean_loss(hidden, weight, torch.full((4,), IGNORED))
+    assert value == 0
+    assert not any(grad.any() for grad in torch.autograd.grad(value, (hidden, weight)))
+
+
+def test_no_gradients_are_made_where_none_are_wanted():
+    hidden, weight, _ = leaves(6)
+    target = torch.randint(VOCABULARY, (6,))
+    with torch.no_grad():
+        value = mean_loss(hidden, weight, target)
+    assert not value.requires_grad
+    torch.testing.assert_close(value, mean_loss(hidden, weight, target).detach(), atol=0, rtol=0)
+
+
+def test_the_operators_keep_pytorchs_rules():
+    """Schema, fake tensors, autograd registration and tracing, checked by torch's own test."""
+    start, end, token = bubbles([2, 1, 3])
+    hidden, weight, log_score = leaves(6)
+    target = torch.randint(VOCABULARY, (3,))[token]
+    arguments = (hidden, weight, log_score, target, start, end, 8, torch.float64, True)
+    torch.library.opcheck(torch.ops.thoughtbubbles.mean_loss.default, arguments)
+    torch.library.opcheck(torch.ops.thoughtbubbles.row_log_prob.default, (hidden, weight, target, torch.float64))
+
+
+def test_gradients_numerically():
+    start, end, token = bubbles([2, 1, 3])
+    target = torch.randint(VOCABULARY, (3,))[token]
+
+    def value(hidden, weight, log_score):
+        return mean_loss(hidden, weight, target, log_score=log_score, start=start, end=end, max_bubble=4)
+
+    assert torch.autograd.gradcheck(value, leaves(6))
+    hidden, weight, _ = leaves(6)
+    assert torch.autograd.gradcheck(lambda h, w: row_log_prob(h, w, target), (hidden, weight))
+
+
+MEMORY = """
+from loss import Case
+from common import extra_peak_bytes
+case = Case(4096, 256, 50304, bubbles={bubbles}, device="cpu")
+case.step("{form}")  # warm up: what libraries keep is not the loss's
+for leaf in case.leaves:
+    leaf.grad = None
+print(extra_peak_bytes(lambda: case.step("{form}"), device="cpu"))
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read from Linux's /proc")
+@pytest.mark.parametrize(("form", "bubbles", "low", "high"), [("ours", True, 0, 200e6), ("ours", False, 0, 200e6), ("dense", False, 2e9, 9e9)])
+def test_memory(form, bubbles, low, high):
+    """4096 rows, width 256, vocabulary 50304, forward and backward, in a process of its own."""
+    benchmarks = Path(__file__).parents[2] / "benchmarks"
+    code = MEMORY.format(form=form, bubbles=bubbles)
+    run = subprocess.run([sys.executable, "-c", code], cwd=benchmarks, capture_output=True, text=True, check=True)
+    assert low < int(run.stdout) < high

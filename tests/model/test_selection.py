@@ -1,0 +1,190 @@
+"""Properties of selection, over random rows of streams: hypothesis draws scores, bubbles, budgets and padding."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thoughtbubbles.model.budget import Budget
+from thoughtbubbles.model.selection import Rule, candidate_keys, larger_before, pack
+
+SCORES = st.one_of(
+    st.floats(-6, 0, width=32),
+    st.sampled_from([0.0, -1.0, -20.0, -1 / 4096, -1 / 8192]),  # many ties, forks of probability 1, edges of rounding
+)
+
+
+@st.composite
+def rows(draw):
+    """A row of bubbles: (sizes of the bubbles, a score for each candidate, padding tokens, padding streams)."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=9))
+    n = 2 * sum(sizes)
+    equal = draw(st.booleans())
+    scores = [draw(SCORES)] * n if equal else draw(st.lists(SCORES, min_size=n, max_size=n))
+    return sizes, scores, draw(st.integers(0, 3)), draw(st.integers(0, 3))
+
+
+budgets = st.sampled_from(["1", "1.1", "1.15", "1.5", "2", "3.333", "4"])
+rules = st.sampled_from(["block", "causal"])
+
+
+class Case:
+    """One row as tensors, and the survivors that a rule picks."""
+
+    def __init__(self, row, budget: str, rule: str):
+        self.sizes, self.scores, pad_tokens, pad_streams = row
+        self.tokens = len(self.sizes)
+        self.n_tokens = self.tokens + pad_tokens
+        owner = [t for t, size in enumerate(self.sizes) for _ in range(2 * size)]
+        self.original = [
+            c % 2 == 1 and (c + 1 == len(owner) or owner[c + 1] != owner[c]) for c in range(len(owner))
+        ]
+        self.owner = owner
+        unused = 2 * (pad_streams + pad_tokens)
+        self.token = torch.tensor([[*owner, *[self.n_tokens] * unused]])
+        log_score = torch.tensor([[*self.scores, *[0.0] * unused]])
+        forced = torch.tensor([[*self.original, *[False] * unused]])
+        self.key = candidate_keys(log_score, self.token, forced, self.n_tokens)
+        self.rule = Rule(rule, Budget.of(budget))
+        self.lengths = torch.tensor([self.tokens])
+        self.mask = self.rule.survives(self.key, self.token, self.lengths, self.n_tokens)
+        self.survivors = [c for c, yes in enumerate(self.mask[0].tolist()) if yes]
+
+
+@given(rows(), budgets, rules)
+def test_originals_survive_and_unused_slots_do_not(row, budget, rule):
+    case = Case(row, budget, rule)
+    assert {c for c, original in enumerate(case.original) if original} <= set(case.survivors)
+    assert all(c < len(case.owner) for c in case.survivors)
+
+
+@given(rows(), budgets)
+def test_block_keeps_exactly_its_budget(row, budget):
+    case = Case(row, budget, "block")
+    assert len(case.survivors) == min(len(case.owner), (Fraction(budget) * case.tokens).__ceil__())
+
+
+@given(rows(), budgets)
+def test_block_keeps_the_best(row, budget):
+    case = Case(row, budget, "block")
+    dropped = [c for c in range(len(case.owner)) if c not in case.survivors]
+    keys = case.key[0].tolist()
+    assert not dropped or min(keys[c] for c in case.survivors) > max(keys[c] for c in dropped)
+
+
+@given(rows(), budgets)
+def test_causal_never_exceeds_its_budget_at_any_token(row, budget):
+    case = Case(row, budget, "causal")
+    for t in range(case.tokens):
+        assert sum(case.owner[c] <= t for c in case.survivors) <= (Fraction(budget) * (t + 1)).__floor__()
+
+
+@given(rows(), budgets)
+def test_causal_decisions_are_never_revised(row, budget):
+    sizes, scores, *_ = row
+    whole = Case((sizes, scores, 0, 0), budget, "causal").survivors
+    for t in range(1, len(sizes)):
+        n = 2 * sum(sizes[:t])
+        assert Case((sizes[:t], scores[:n], 0, 0), budget, "causal").survivors == [c for c in whole if c < n]
+
+
+@given(rows(), budgets)
+def test_causal_equals_the_rule_written_as_a_loop(row, budget):
+    case = Case(row, budget, "causal")
+    ranked = [(case.original[c], round(case.scores[c] * 4096), -c) for c in range(len(case.owner))]
+    expected, kept = [], 0
+    for t in range(case.tokens):
+        cap = (Fraction(budget) * (t + 1)).__floor__()
+        mine = [c for c, owner in enumerate(case.owner) if owner == t]
+        seen = [c for c, owner in enumerate(case.owner) if owner <= t]
+        passing = [c for c in mine if sum(ranked[r][:2] > ranked[c][:2] or (ranked[r][:2] == ranked[c][:2] and r < c) for r in seen) < cap]
+        best = sorted(passing, key=lambda c: ranked[c], reverse=True)[: cap - kept]
+        kept += len(best)
+        expected += best
+    assert case.survivors == sorted(expected)
+
+
+@given(rows(), budgets, rules)
+def test_padding_changes_nothing(row, budget, rule):
+    sizes, scores, *_ = row
+    assert Case(row, budget, rule).survivors == Case((sizes, scores, 0, 0), budget, rule).survivors
+
+
+@given(st.lists(rows(), min_size=2, max_size=3), st.data(), rules)
+def test_rows_do_not_know_each_other(several, data, rule):
+    """Rows of different lengths, each with its own budget, padded into one batch."""
+    chosen = data.draw(st.lists(budgets, min_size=len(several), max_size=len(several)))
+    alone = [Case((sizes, scores, 0, 0), budget, rule) for (sizes, scores, *_), budget in zip(several, chosen, strict=True)]
+    n_tokens, width = max(c.tokens for c in alone), max(len(c.owner) for c in alone)
+    token = torch.full((len(alone), width), n_tokens)
+    log_score = torch.zeros(len(alone), width)
+    forced = torch.zeros(len(alone), width, dtype=torch.bool)
+    for i, case in enumerate(alone):
+        n = len(case.owner)
+        token[i, :n], log_score[i, :n], forced[i, :n] = torch.tensor(case.owner), torch.tensor(case.scores), torch.tensor(case.original)
+    key = candidate_keys(log_score, token, forced, n_tokens)
+    together = Rule(rule, Budget.of(chosen))
+    mask = together.survives(key, token, torch.tensor([c.tokens for c in alone]), n_tokens)
+    for i, case in enumerate(alone):
+        assert [c for c, yes in enumerate(mask[i].tolist()) if yes] == case.survivors
+    assert together.n_slots(width // 2, n_tokens) >= int(mask.sum(-1).max()), "there is a slot for every survivor"
+
+
+@given(rows())
+def test_keys_differ_and_break_ties_by_place(row):
+    case = Case(row, "2", "block")
+    keys = case.key[0].tolist()
+    assert len(set(keys)) == len(keys)
+    level = [2 if o else 1 + round(s * 4096) / 1e6 for o, s in zip(case.original, case.scores, strict=True)]
+    n = len(level)
+    assert sorted(range(n), key=lambda c: -keys[c]) == sorted(range(n), key=lambda c: (-level[c], c))
+
+
+def test_a_fork_of_probability_one_does_not_push_out_an_original():
+    """All scores 1: the forks of the first tokens tie with every keep candidate and stand before them."""
+    row = ([1, 1, 1, 1], [0.0] * 8, 0, 0)
+    assert Case(row, "1", "block").survivors == Case(row, "1", "causal").survivors == [1, 3, 5, 7]
+    assert Case(row, "1.5", "block").survivors == [0, 1, 2, 3, 5, 7]
+
+
+def test_exact_budgets_at_scale():
+    torch.manual_seed(0)
+    row = lambda tokens: ([2] * tokens, torch.randn(4 * tokens).clamp(max=0).tolist(), 0, 0)  # noqa: E731
+    assert len(Case(row(50), "1.1", "block").survivors) == 55
+    rising = ([2] * 100, torch.linspace(-5, -0.1, 400).tolist(), 0, 0)
+    assert len(Case(rising, "1.15", "causal").survivors) == 115, "with rising scores the causal rule uses its budget up"
+
+
+def test_falling_scores_use_less_than_the_budget():
+    """Dropped candidates hold their rank: a documented property of the causal rule."""
+    falling = ([2] * 40, torch.linspace(-0.1, -5, 160).tolist(), 0, 0)
+    assert 40 <= len(Case(falling, "1.5", "causal").survivors) < 60
+
+
+@given(st.lists(st.lists(st.integers(-5, 5), min_size=7, max_size=7), min_size=1, max_size=3), st.integers(1, 7))
+def test_larger_before(values, n):
+    key = torch.tensor(values)[:, :n]
+    expected = [[sum(r > row[i] for r in row[:i]) for i in range(n)] for row in key.tolist()]
+    assert larger_before(key).tolist() == expected
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 14))
+def test_pack(mask, n_slots):
+    packed = pack(torch.tensor([mask]), n_slots)[0].tolist()
+    chosen = [i for i, yes in enumerate(mask) if yes]
+    assert packed == (chosen + [len(mask)] * n_slots)[:n_slots]
+
+
+def test_fixed_budget_ignores_the_length():
+    case = Case(([2, 2, 2], [-0.5] * 12, 0, 0), "1.5", "block")
+    fixed = case.rule._replace(fixed_tokens=5)
+    assert fixed.survives(case.key, case.token, case.lengths, case.n_tokens).sum() == 8  # ceil(1.5 · 5)
+    assert fixed._replace(fixed_tokens=1).survives(case.key, case.token, case.lengths, case.n_tokens).sum() == 3
+
+
+@pytest.mark.parametrize(("rule", "slots"), [("block", 56), ("causal", 55)])
+def test_slots_are_known_without_looking(rule, slots):
+    assert Rule(rule, Budget.of(1.11)).n_slots(50, 50) == slots
+    assert Rule(rule, Budget.of(4)).n_slots(50, 50) == 100

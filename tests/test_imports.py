@@ -1,0 +1,64 @@
+"""The order of the rooms: left never imports right, and the model room knows torch and jaxtyping alone."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "thoughtbubbles"
+LEVEL = {
+    "model": 0,
+    "data": 0,
+    "checkpoint": 1,
+    "generate": 2,
+    "evals": 3,
+    "train": 4,
+    "analysis": 4,
+    "interop": 4,
+    "serve": 4,
+    "recipes": 5,
+    "cli": 6,
+    "__main__": 7,
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of everything a file imports, inside functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports in full"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_left_never_imports_right(path):
+    if path == PACKAGE / "__init__.py":
+        return  # the list of public names, loaded when asked for
+    here = room(path)
+    assert here in LEVEL, f"{path}: a new room needs its place in this table"
+    for name in imported(path):
+        parts = name.split(".")
+        if parts[0] == "thoughtbubbles" and len(parts) > 1 and parts[1] in LEVEL and parts[1] != here:
+            assert LEVEL[parts[1]] < LEVEL[here], f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "model").rglob("*.py")), ids=lambda path: path.name)
+def test_the_model_room_stands_on_torch_alone(path):
+    allowed = {"torch", "jaxtyping", *sys.stdlib_module_names}
+    outside = {name for name in imported(path) if name.split(".")[0] not in allowed}
+    assert all(name.startswith("thoughtbubbles.model") for name in outside), outside
+
+
+def test_the_check_sees_every_file():
+    assert len(FILES) > 10
+    assert {room(path) for path in FILES} <= {*LEVEL, "__init__"}
