@@ -1,4 +1,4 @@
-"""What the benchmarks share: naming the machine, timing side by side, memory above a start, and writing results down."""
+"""What the benchmarks share: the machine's name, timing side by side, extra memory, and results as files."""
 
 import gc
 import json
@@ -28,7 +28,9 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def seconds(variants: dict[str, Callable[[], object]], *, device: str, repeats: int, warmup: int = 2) -> dict[str, float]:
+def seconds(
+    variants: dict[str, Callable[[], object]], *, device: str, repeats: int, warmup: int = 2
+) -> dict[str, float]:
     """Median time of each variant. They take turns, so that a slow spell of the machine hits all alike."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for repeat in range(warmup + repeats):
@@ -55,7 +57,9 @@ def extra_peak_bytes(run: Callable[[], object], *, device: str) -> int:
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark of this process
     except OSError as error:
-        raise RuntimeError("peak memory on the CPU is measured through Linux's /proc; it is not available here") from error
+        raise RuntimeError(
+            "peak memory on the CPU is measured through Linux's /proc; it is not available here"
+        ) from error
     before = _resident("VmRSS")
     run()
     return _resident("VmHWM") - before

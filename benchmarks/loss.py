@@ -82,7 +82,9 @@ class Case:
         return max(errors)
 
 
-def measure(rows: int, width: int, vocabulary: int, *, bubbles: bool, device: str, repeats: int) -> dict[str, float | str | int]:
+def measure(
+    rows: int, width: int, vocabulary: int, *, bubbles: bool, device: str, repeats: int
+) -> dict[str, float | str | int]:
     case = Case(rows, width, vocabulary, bubbles=bubbles, device=device)
     error = case.check()
     memory = {}
@@ -118,7 +120,8 @@ def main() -> None:
             row = measure(*size, bubbles=bubbles, device=args.device, repeats=args.repeats)
             found.append(row)
             print(
-                f"{row['merge']:>16} {size}: extra peak {row['extra_peak_MB']} MB (dense {row['dense_extra_peak_MB']}), "
+                f"{row['merge']:>16} {size}: "
+                f"extra peak {row['extra_peak_MB']} MB (dense {row['dense_extra_peak_MB']}), "
                 f"{row['milliseconds']} ms (dense {row['dense_milliseconds']}), ratio {row['time_ratio']}",
                 flush=True,
             )

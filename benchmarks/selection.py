@@ -40,7 +40,7 @@ def loop(key: list[int], token: list[int]) -> list[bool]:
     for t in range(TOKENS):
         cap = BUDGET * (t + 1)
         seen = sorted((k for k, owner in zip(key, token, strict=True) if owner <= t), reverse=True)
-        passing = {k for k in seen[:cap]}
+        passing = set(seen[:cap])
         mine = sorted((i for i, owner in enumerate(token) if owner == t and key[i] in passing), key=lambda i: -key[i])
         mine = mine[: cap - kept]
         kept += len(mine)
@@ -90,7 +90,8 @@ def main() -> None:
     share = 3 * time["causal rule alone"] / (time["forward, causal"] - 3 * time["causal rule alone"])
     for name, milliseconds in time.items():
         print(f"{name:>20}: {milliseconds:9.3f} ms")
-    print(f"causal selection adds {share:.2%} to the forward; over block selection {time['forward, causal'] / time['forward, block']:.3f}×")
+    over_block = time["forward, causal"] / time["forward, block"]
+    print(f"causal selection adds {share:.2%} to the forward; over block selection {over_block:.3f}×")
     numbers = {"rows": rows, "compiled": args.compile, "milliseconds": time, "share_of_forward": share}
     name = "selection-compiled" if args.compile else "selection"
     print("written to", write_results(name, device, numbers, to=args.out))

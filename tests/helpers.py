@@ -31,8 +31,10 @@ def small_config(**changes: Any) -> ModelConfig:
     return ModelConfig(**{**base, **changes})
 
 
-def lively_model(config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any) -> Thoughtbubbles:
-    """Weights far larger than the initial ones, so that scores spread, selection bites and no error hides in smallness."""
+def lively_model(
+    config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any
+) -> Thoughtbubbles:
+    """Weights far larger than the initial ones: scores spread, selection bites, and no error hides in smallness."""
     torch.manual_seed(seed)
     model = Thoughtbubbles(config, **options).to(dtype)
     with torch.no_grad():
@@ -57,9 +59,7 @@ def ask_oracle(
     known = {field.name for field in fields(oracle.Settings)}
     chosen = {**{k: v for k, v in asdict(model.config).items() if k in known}, **settings}
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    result = oracle.run(
-        weights, oracle.Settings(**chosen), ids.tolist(), None if targets is None else targets.tolist()
-    )
+    result = oracle.run(weights, oracle.Settings(**chosen), ids.tolist(), None if targets is None else targets.tolist())
     return result, weights
 
 

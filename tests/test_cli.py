@@ -38,7 +38,15 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "jax
 def test_inspect():
     shown = run("inspect", "150m", "--budgets", "2", "--copies", "3")
     assert shown.returncode == 0, shown.stderr
-    for expected in ("152,040,960", "152,052,480", "plain", "copy-3", "causal, r = 2", "3–15: 1,024 (2)", "0–15: 1,536 (3)"):
+    for expected in (
+        "152,040,960",
+        "152,052,480",
+        "plain",
+        "copy-3",
+        "causal, r = 2",
+        "3–15: 1,024 (2)",
+        "0–15: 1,536 (3)",
+    ):
         assert expected in shown.stdout
     assert "block, r = 2" in run("inspect", "nano-paper").stdout
     assert "r = " not in run("inspect", "nano-plain").stdout

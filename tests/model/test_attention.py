@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from helpers import SAME_FUNCTION, SAME_FUNCTION_FLOAT32, lively_model, random_ids, small_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from helpers import SAME_FUNCTION, SAME_FUNCTION_FLOAT32, lively_model, random_ids, small_config
 from thoughtbubbles.model.attention import Attenuation, attenuation, fused_attention, reference_attention
 
 PATHS = (reference_attention, fused_attention)
@@ -87,7 +87,9 @@ def test_low_scores_survive_bfloat16():
     exact, _ = reference_attention(q.double(), k.double(), v.double(), by._replace(key_bias=by.key_bias.double()))
     fused, _ = fused_attention(q, k, v, by)
     rounded = by._replace(key_bias=by.key_bias.bfloat16().float())
-    careless, _ = reference_attention(q.double(), k.double(), v.double(), rounded._replace(key_bias=rounded.key_bias.double()))
+    careless, _ = reference_attention(
+        q.double(), k.double(), v.double(), rounded._replace(key_bias=rounded.key_bias.double())
+    )
     error = (fused - exact).norm() / exact.norm()
     assert error < 1e-2, "as for bfloat16"
     assert (careless - exact).norm() / exact.norm() > 3 * error, "one bfloat16 channel alone would not do"

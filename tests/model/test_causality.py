@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from helpers import SAME_ROW, lively_model, random_ids, small_config
 
 MERGES = ("mixture", "residual", "original")

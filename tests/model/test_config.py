@@ -4,8 +4,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
-from helpers import small_config
 
+from helpers import small_config
 from thoughtbubbles.model.config import SIZES, ModelConfig, every_fourth_layer
 from thoughtbubbles.model.transformer import Thoughtbubbles
 

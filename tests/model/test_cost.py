@@ -1,9 +1,9 @@
-"""Counts: FLOPs as the architecture page has them, streams that equal the real ones, memory that equals what is saved."""
+"""Counts: FLOPs as published, streams that equal the real ones, memory that equals what autograd saves."""
 
 import pytest
 import torch
-from helpers import random_ids, small_config
 
+from helpers import random_ids, small_config
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.cost import activation_bytes, cost, streams_by_layer, training_state_bytes
 from thoughtbubbles.model.transformer import Thoughtbubbles

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import lively_model, random_ids, small_config
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import lively_model, random_ids, small_config
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.fork import FLOOR, ForkLayer
 from thoughtbubbles.model.selection import Rule

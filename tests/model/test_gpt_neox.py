@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import random_ids
 
+from helpers import random_ids
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
@@ -64,5 +64,5 @@ def test_plain_setting_is_gpt_neox(tokens):
     with torch.no_grad():
         expected = neox_twin(model)(ids).logits
         found = model(ids, want=("logits",)).logits
-    # NeoX computes rotation angles and softmax in float32 whatever the model's dtype: that is all that separates the two.
+    # NeoX computes rotation angles and softmax in float32 whatever the model's dtype; nothing else separates the two.
     assert (found - expected).norm() / expected.norm() < 1e-6

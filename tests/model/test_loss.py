@@ -1,4 +1,4 @@
-"""The chunked losses against the dense form: every chunk size, any upstream gradient, and the memory they must not take."""
+"""The chunked losses against the dense form: every chunk size, any upstream gradient, and the memory they need."""
 
 import os
 import subprocess
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SAME_FUNCTION
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import SAME_FUNCTION
 from thoughtbubbles.model import head, loss
 from thoughtbubbles.model.loss import IGNORED, mean_loss, row_log_prob
 
@@ -177,7 +177,10 @@ print(extra_peak_bytes(lambda: case.step("{form}"), device="cpu"))
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read from Linux's /proc")
-@pytest.mark.parametrize(("form", "bubbles", "low", "high"), [("ours", True, 0, 200e6), ("ours", False, 0, 200e6), ("dense", False, 2e9, 9e9)])
+@pytest.mark.parametrize(
+    ("form", "bubbles", "low", "high"),
+    [("ours", True, 0, 200e6), ("ours", False, 0, 200e6), ("dense", False, 2e9, 9e9)],
+)
 def test_memory(form, bubbles, low, high):
     """4096 rows, width 256, vocabulary 50304, forward and backward, in a process of its own."""
     benchmarks = Path(__file__).parents[2] / "benchmarks"

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-import oracle
 import pytest
 import torch
+
+import oracle
 from helpers import (
     ORACLE_GRADIENT,
     ORACLE_OUTPUT,
@@ -14,14 +15,15 @@ from helpers import (
     random_ids,
     small_config,
 )
-
 from thoughtbubbles.model.config import ModelConfig, every_fourth_layer
 
 MERGES = ("mixture", "residual", "original")
 BUDGETS = (1, 1.1, 1.15, 1.5, 2, 4)
 
 
-def compare(config: ModelConfig, tokens: list[int], *, call: dict[str, Any] | None = None, attention: str = "fused") -> None:
+def compare(
+    config: ModelConfig, tokens: list[int], *, call: dict[str, Any] | None = None, attention: str = "fused"
+) -> None:
     """One padded batch through the model, row by row through the oracle; `call` overrides the config in both."""
     call = call or {}
     model = lively_model(config, attention=attention)
@@ -84,7 +86,11 @@ def compare_gradients(model: torch.nn.Module, expected: dict[str, torch.Tensor])
     for name, parameter in model.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         torch.testing.assert_close(
-            grad, expected[name], atol=ORACLE_GRADIENT, rtol=ORACLE_GRADIENT, msg=lambda text, name=name: f"{name}: {text}"
+            grad,
+            expected[name],
+            atol=ORACLE_GRADIENT,
+            rtol=ORACLE_GRADIENT,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -117,7 +123,10 @@ def test_copies(copies):
     compare(small_config(copies=copies, fork_layers=(), merge="original"), [5, 2])
 
 
-@pytest.mark.parametrize("off", [("gate_qk",), ("gate_v",), ("gate_residual",), ("gate_qk", "gate_v"), ("gate_qk", "gate_v", "gate_residual")])
+@pytest.mark.parametrize(
+    "off",
+    [("gate_qk",), ("gate_v",), ("gate_residual",), ("gate_qk", "gate_v"), ("gate_qk", "gate_v", "gate_residual")],
+)
 def test_gates_off(off):
     compare(small_config(**dict.fromkeys(off, False)), [6])
 
@@ -142,7 +151,9 @@ def test_fixed_budget():
 
 @pytest.mark.parametrize("selection", ["causal", "block"])
 def test_extended_forking(selection):
-    config = small_config(n_layer=12, n_head=2, width=8, fork_layers=every_fourth_layer(12), selection=selection, budget=1.5)
+    config = small_config(
+        n_layer=12, n_head=2, width=8, fork_layers=every_fourth_layer(12), selection=selection, budget=1.5
+    )
     assert config.fork_layers == (3, 7, 11)
     compare(config, [6])
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import lively_model, random_ids, small_config
 
+from helpers import lively_model, random_ids, small_config
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.fork import ForkLayer
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -59,7 +59,7 @@ def test_bfloat16_is_close_and_learns(merge):
 
 
 def test_the_first_decisions_agree_between_float32_and_autocast():
-    """The first fork layer sees an x that only rounding separates; float32 scores then agree for almost all candidates."""
+    """The first fork layer sees an x that only rounding separates; almost all of its decisions then agree."""
     config = small_config(fork_layers=(1,), budget=1.5, block_size=64)
     model = lively_model(config, dtype=torch.float32)
     ids = random_ids(config, 8, 64)

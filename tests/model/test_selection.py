@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thoughtbubbles.model.budget import Budget
-from thoughtbubbles.model.selection import Rule, candidate_keys, larger_before, pack
+from thoughtbubbles.model.selection import Rule, candidate_keys, pack, ranks
 
 SCORES = st.one_of(
     st.floats(-6, 0, width=32),
@@ -38,9 +38,7 @@ class Case:
         self.tokens = len(self.sizes)
         self.n_tokens = self.tokens + pad_tokens
         owner = [t for t, size in enumerate(self.sizes) for _ in range(2 * size)]
-        self.original = [
-            c % 2 == 1 and (c + 1 == len(owner) or owner[c + 1] != owner[c]) for c in range(len(owner))
-        ]
+        self.original = [c % 2 == 1 and (c + 1 == len(owner) or owner[c + 1] != owner[c]) for c in range(len(owner))]
         self.owner = owner
         unused = 2 * (pad_streams + pad_tokens)
         self.token = torch.tensor([[*owner, *[self.n_tokens] * unused]])
@@ -99,7 +97,11 @@ def test_causal_equals_the_rule_written_as_a_loop(row, budget):
         cap = (Fraction(budget) * (t + 1)).__floor__()
         mine = [c for c, owner in enumerate(case.owner) if owner == t]
         seen = [c for c, owner in enumerate(case.owner) if owner <= t]
-        passing = [c for c in mine if sum(ranked[r][:2] > ranked[c][:2] or (ranked[r][:2] == ranked[c][:2] and r < c) for r in seen) < cap]
+        passing = [
+            c
+            for c in mine
+            if sum(ranked[r][:2] > ranked[c][:2] or (ranked[r][:2] == ranked[c][:2] and r < c) for r in seen) < cap
+        ]
         best = sorted(passing, key=lambda c: ranked[c], reverse=True)[: cap - kept]
         kept += len(best)
         expected += best
@@ -116,14 +118,20 @@ def test_padding_changes_nothing(row, budget, rule):
 def test_rows_do_not_know_each_other(several, data, rule):
     """Rows of different lengths, each with its own budget, padded into one batch."""
     chosen = data.draw(st.lists(budgets, min_size=len(several), max_size=len(several)))
-    alone = [Case((sizes, scores, 0, 0), budget, rule) for (sizes, scores, *_), budget in zip(several, chosen, strict=True)]
+    alone = [
+        Case((sizes, scores, 0, 0), budget, rule) for (sizes, scores, *_), budget in zip(several, chosen, strict=True)
+    ]
     n_tokens, width = max(c.tokens for c in alone), max(len(c.owner) for c in alone)
     token = torch.full((len(alone), width), n_tokens)
     log_score = torch.zeros(len(alone), width)
     forced = torch.zeros(len(alone), width, dtype=torch.bool)
     for i, case in enumerate(alone):
         n = len(case.owner)
-        token[i, :n], log_score[i, :n], forced[i, :n] = torch.tensor(case.owner), torch.tensor(case.scores), torch.tensor(case.original)
+        token[i, :n], log_score[i, :n], forced[i, :n] = (
+            torch.tensor(case.owner),
+            torch.tensor(case.scores),
+            torch.tensor(case.original),
+        )
     key = candidate_keys(log_score, token, forced, n_tokens)
     together = Rule(rule, Budget.of(chosen))
     mask = together.survives(key, token, torch.tensor([c.tokens for c in alone]), n_tokens)
@@ -163,15 +171,21 @@ def test_falling_scores_use_less_than_the_budget():
     assert 40 <= len(Case(falling, "1.5", "causal").survivors) < 60
 
 
-@given(st.lists(st.lists(st.integers(-5, 5), min_size=7, max_size=7), min_size=1, max_size=3), st.integers(1, 7))
-def test_larger_before(values, n):
-    key = torch.tensor(values)[:, :n]
-    expected = [[sum(r > row[i] for r in row[:i]) for i in range(n)] for row in key.tolist()]
-    assert larger_before(key).tolist() == expected
+@pytest.mark.parametrize("tokens", [1, 3, 40, 100])
+def test_ranks_are_counts_over_all_pairs(tokens):
+    """Also with more candidates than one run holds."""
+    size = torch.randint(1, 6, (tokens,))
+    token = torch.arange(tokens).repeat_interleave(size).repeat(3, 1)
+    key = torch.stack([torch.randperm(token.shape[1]) for _ in range(3)])
+    beaten = key[:, None, :] > key[:, :, None]
+    rank, rank_in_bubble = ranks(key, token, tokens)
+    assert torch.equal(rank, (beaten & (token[:, None, :] <= token[:, :, None])).sum(-1, dtype=torch.int32))
+    assert torch.equal(rank_in_bubble, (beaten & (token[:, None, :] == token[:, :, None])).sum(-1, dtype=torch.int32))
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 14))
-def test_pack(mask, n_slots):
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(0, 3))
+def test_pack(mask, spare):
+    n_slots = max(1, sum(mask) + spare)
     packed = pack(torch.tensor([mask]), n_slots)[0].tolist()
     chosen = [i for i, yes in enumerate(mask) if yes]
     assert packed == (chosen + [len(mask)] * n_slots)[:n_slots]

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from helpers import SAME_FUNCTION, SAME_ROW, lively_model, random_ids, small_config
 
+from helpers import SAME_FUNCTION, SAME_ROW, lively_model, random_ids, small_config
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -82,7 +82,11 @@ def test_trace():
     config = small_config(budget=1.5)
     model = lively_model(config)
     ids = random_ids(config, 2, 12)
-    plain, traced, attended = model(ids, want=("logits",)), model(ids, trace=True), model(ids, want=("logits",), trace="attention")
+    plain, traced, attended = (
+        model(ids, want=("logits",)),
+        model(ids, trace=True),
+        model(ids, want=("logits",), trace="attention"),
+    )
     assert [record.layer for record in traced.forks] == [1, 2, 3]
     assert traced.attention is None
     assert torch.equal(traced.forks[-1].token, plain.streams.token)

@@ -1,1 +1,5 @@
-"""The paper, and only the paper. Reading order: config, budget, streams, selection, fork, attention, block, head, transformer."""
+"""The paper, and only the paper.
+
+To read it from top to bottom: transformer, fork, selection, attention, block, head, loss. Beside them: config (what a
+model is), budget (exact rounding), streams (the state between layers), rope, inputs (the door), cost (what it takes).
+"""

@@ -36,8 +36,8 @@ class Budget(NamedTuple):
         rows = [value] if isinstance(value, (int, float, str, Fraction)) else list(value)
         if not rows:
             raise ValueError(f"{name} is empty: give one number, or one for each row")
-        fractions = [_fraction(row, name) for row in rows]
-        return cls(tuple(f.numerator for f in fractions), tuple(f.denominator for f in fractions))
+        exact = [_exact(row, name) for row in rows]
+        return cls(tuple(n for n, _ in exact), tuple(d for _, d in exact))
 
     @property
     def rows(self) -> int:
@@ -76,7 +76,8 @@ class Budget(NamedTuple):
         )
 
 
-def _fraction(value: int | float | str | Fraction, name: str) -> Fraction:
+def _exact(value: int | float | str | Fraction, name: str) -> tuple[int, int]:
+    """Numerator and denominator of the decimal that was written."""
     try:
         fraction = Fraction(str(value))
     except ValueError:
@@ -85,4 +86,4 @@ def _fraction(value: int | float | str | Fraction, name: str) -> Fraction:
         raise ValueError(
             f"{name} = {value} is below 1: every token keeps its original stream, so give 1 or more streams a token"
         )
-    return fraction
+    return fraction.numerator, fraction.denominator

@@ -34,9 +34,9 @@ class ModelConfig:
     budget: int | float = 2
     """r: streams allowed per token, 1 or more; read as the exact decimal that is written."""
     budget_mode: BudgetMode = "proportional"
-    """proportional: the cap follows each row's own number of tokens. fixed: always that of a full block (block selection)."""
+    """proportional: the cap follows each row's number of tokens. fixed: that of a full block (block selection only)."""
     selection: Selection = "causal"
-    """Who survives a fork layer. causal: a token's decisions depend on tokens up to it. block: the paper's top-k of the row."""
+    """Who survives a fork layer. causal: decided from tokens up to its own. block: the paper's top-k of the row."""
     merge: Merge = "mixture"
     """How a bubble becomes one prediction: mixture of distributions, residual average, or the original stream alone."""
     gate_qk: bool = True
@@ -64,7 +64,7 @@ class ModelConfig:
             self.head_size % 2 == 0,
             "width",
             self.width,
-            f"its {self.n_head} heads have {self.head_size} channels each; rotary positions pair channels, so make it even",
+            f"its {self.n_head} heads have {self.head_size} channels each; rotary positions pair them, so make it even",
         )
         for name, kind in (
             ("budget_mode", BudgetMode),
@@ -72,7 +72,9 @@ class ModelConfig:
             ("merge", Merge),
             ("score_scale", ScoreScale),
         ):
-            _require(getattr(self, name) in get_args(kind), name, getattr(self, name), f"choose one of {get_args(kind)}")
+            _require(
+                getattr(self, name) in get_args(kind), name, getattr(self, name), f"choose one of {get_args(kind)}"
+            )
         self._check_forks()
         exact = Budget.of(self.budget, name="ModelConfig.budget")
         _require(exact.rows == 1, "budget", self.budget, "a model has one; give one for each row in the call")
@@ -105,7 +107,9 @@ class ModelConfig:
                 self.fork_layers,
                 f"copies = {self.copies} is the baseline that does not fork: set fork_layers=() or copies=1",
             )
-            _require(self.merge == "original", "merge", self.merge, "copy-N decodes the rightmost copy: set merge='original'")
+            _require(
+                self.merge == "original", "merge", self.merge, "copy-N decodes the rightmost copy: set merge='original'"
+            )
         _require(
             self.budget_mode == "proportional" or self.selection == "block",
             "budget_mode",

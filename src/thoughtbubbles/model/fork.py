@@ -23,7 +23,7 @@ FLOOR = -20.0  # of one log score: exp(−20) is as good as deleted, and gradien
 
 
 class ForkRecord(NamedTuple):
-    """What one fork layer did (`trace=True`). Streams before it are indexed by S, candidates by C = 2S, survivors by n."""
+    """What one fork layer did (`trace=True`): from S streams through C = 2S candidates to n slots."""
 
     layer: int
     own_log_score: Float[Tensor, "B S 2"]  # [fork, keep], before the parent's score is added
@@ -45,7 +45,7 @@ class ScoreHead(nn.Module):
         self.bias = nn.Parameter(torch.empty(2)) if bias is not None else None
 
     def forward(self, normed: Float[Tensor, "B S D"]) -> Float[Tensor, "B S 2"]:
-        # Products and a sum instead of a matrix product: no autocast and no TF32 can round them, and they fuse with the norm.
+        # Products and a sum, no matrix product: neither autocast nor TF32 can round them, and they fuse with the norm.
         weight = wide(self.weight)
         z = torch.stack([(normed * weight[0]).sum(-1), (normed * weight[1]).sum(-1)], dim=-1)
         if self.bias is not None:

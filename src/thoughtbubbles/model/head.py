@@ -9,6 +9,7 @@ With w the softmax of the log scores within a bubble, e(·) the final norm follo
 All three are mixtures of the rows that get decoded (`Rows`); the last two have a single row a token.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,22 +25,24 @@ from thoughtbubbles.model.streams import Streams, bubble_scan, find_bubbles, ori
 class Rows(NamedTuple):
     """Vectors to decode: the rows of a token are neighbours, and its distribution is their mixture."""
 
-    x: Float[Tensor, "B R D"]
+    x: Float[Tensor, "B R D"]  # after the final norm
     log_score: Float[Tensor, "B R"]
     token: Int[Tensor, "B R"]
     n_tokens: int
     most_per_token: int
 
 
-def rows_to_decode(streams: Streams, merge: Merge, *, n_tokens: int, max_bubble: int) -> Rows:
+def rows_to_decode(
+    streams: Streams, merge: Merge, norm: Callable[[Tensor], Tensor], *, n_tokens: int, max_bubble: int
+) -> Rows:
     if merge == "mixture":
-        return Rows(*streams, n_tokens=n_tokens, most_per_token=max_bubble)
+        return Rows(norm(streams.x), streams.log_score, streams.token, n_tokens, max_bubble)
     original = originals(streams.token, n_tokens)
     x = streams.x if merge == "original" else _running_average(streams, n_tokens=n_tokens, max_bubble=max_bubble)
     # A padded row has fewer tokens than T; the stand-ins past its end are marked unused.
     tokens = torch.arange(n_tokens, device=original.device)
     token = torch.where(take(streams.token, original) == tokens, tokens, n_tokens)
-    return Rows(take(x, original), torch.zeros_like(token, dtype=streams.log_score.dtype), token, n_tokens, 1)
+    return Rows(norm(take(x, original)), torch.zeros_like(token, dtype=streams.log_score.dtype), token, n_tokens, 1)
 
 
 def _running_average(streams: Streams, *, n_tokens: int, max_bubble: int) -> Float[Tensor, "B S D"]:
@@ -55,10 +58,7 @@ def _running_average(streams: Streams, *, n_tokens: int, max_bubble: int) -> Flo
 
 
 def logits(rows: Rows, weight: Float[Tensor, "V D"]) -> Float[Tensor, "B T V"]:
-    """One distribution a token: plain logits for a single row a token, log-probabilities for a mixture of several.
-
-    `rows.x` are normed already, here and below.
-    """
+    """One distribution a token: plain logits for a single row a token, log-probabilities for a mixture of several."""
     every = wide(F.linear(rows.x, weight))
     if rows.most_per_token == 1 and rows.x.shape[1] == rows.n_tokens:
         return every

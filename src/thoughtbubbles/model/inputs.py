@@ -103,7 +103,7 @@ def _row_lengths(lengths: Tensor | Sequence[int] | None, ids: Tensor, look_insid
         wrong = [n for n in lengths.tolist() if not 1 <= n <= n_tokens]
         if wrong:
             raise ValueError(
-                f"lengths has {wrong[0]}: each row has from 1 to {n_tokens} tokens here; leave empty rows out of the batch"
+                f"lengths has {wrong[0]}: each row has from 1 to {n_tokens} tokens here; leave empty rows out"
             )
     return lengths.to(ids.device)
 

@@ -17,6 +17,8 @@ row_log_prob      l_j for every row. The backward gets an upstream gradient for 
 Both are custom operators: opaque to torch.compile, so a graph does not grow with the number of chunks.
 """
 
+from itertools import pairwise
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -129,11 +131,11 @@ def _mean_loss(
     one_share = 1 / ((real & (end == torch.arange(n_rows, device=end.device))).sum().clamp(min=1)).to(score_dtype)
     loss = torch.zeros((), dtype=score_dtype, device=hidden.device)
 
-    # A chunk begins where the bubble of its first row begins and ends where the next chunk begins. These cuts stay on
-    # the device; a chunk has room for the part of a bubble that a neighbour leaves to it, and masks what it does not own.
+    # A chunk begins where the bubble of its first row begins, and ends where the next chunk begins. These cuts stay on
+    # the device, so a chunk has room for the longest bubble that it may have to finish, and masks what it does not own.
     cuts = torch.cat([start[::chunk_rows], start.new_full((1,), n_rows)])
     offsets = torch.arange(chunk_rows + max_bubble - 1, device=start.device)
-    for cut, next_cut in zip(cuts[:-1], cuts[1:], strict=True):
+    for cut, next_cut in pairwise(cuts):
         rows = (cut + offsets).clamp(max=n_rows - 1)
         owned = cut + offsets < next_cut
         chunk = _Chunk(hidden_narrow[rows], weight_narrow, target[rows])

@@ -5,7 +5,7 @@ original above all others. All keys of a row differ, so every device ranks alike
 
 block   The ceil(r·T) largest keys of the whole row survive. Not causal: later tokens decide which earlier forks live.
 causal  Token t decides with what is known at t, and no decision is ever revised:
-        1. a candidate of token t passes if fewer than cap_t = floor(r·(t+1)) candidates of tokens ≤ t have a larger key;
+        1. a candidate of token t passes if fewer than cap_t = floor(r·(t+1)) of those of tokens ≤ t have a larger key;
         2. with s_t the number that pass and A_t = min(A_{t−1} + s_t, cap_t), token t keeps its best A_t − A_{t−1}.
         In closed form A_t = S_t + min(0, min_{j≤t}(cap_j − S_j)), where S is the running sum of s: no loop over tokens.
 """
@@ -24,6 +24,7 @@ from thoughtbubbles.model.streams import slots, streams_up_to, take
 LEVELS = 4096  # scores closer than 1/4096 in log space count as equal, and the earlier candidate wins
 ORIGINAL = 1  # the level of an original's keep candidate: log scores are ≤ 0, so above every other
 UNUSED = -(2**30)  # the level of unused slots: below every other
+RUN = 64  # candidates compared pair by pair when ranks are counted: near the square root of what a row usually has
 STRIDE = 2**32  # levels are this far apart, which leaves room for the candidate's index
 
 
@@ -52,7 +53,9 @@ class Rule(NamedTuple):
             return select_causal(key, token, self.budget.floor(tokens_seen))
         cap = self.budget.ceil(lengths[:, None])
         if self.fixed_tokens is not None:
-            cap = torch.maximum(lengths[:, None], self.budget.ceil(torch.full_like(lengths, self.fixed_tokens)[:, None]))
+            cap = torch.maximum(
+                lengths[:, None], self.budget.ceil(torch.full_like(lengths, self.fixed_tokens)[:, None])
+            )
         return select_block(key, cap) & (token < n_tokens)
 
 
@@ -71,16 +74,9 @@ def select_block(key: Int[Tensor, "B C"], cap: Int[Tensor, "B 1"]) -> Bool[Tenso
     return key >= smallest_survivor
 
 
-def select_causal(
-    key: Int[Tensor, "B C"], token: Int[Tensor, "B C"], cap: Int[Tensor, "#B T"]
-) -> Bool[Tensor, "B C"]:
+def select_causal(key: Int[Tensor, "B C"], token: Int[Tensor, "B C"], cap: Int[Tensor, "#B T"]) -> Bool[Tensor, "B C"]:
     batch, n_tokens = key.shape[0], cap.shape[1]
-    # Line the candidates up by token as before, but best first within a token. Then all rivals of a candidate, those of
-    # tokens ≤ t with a larger key, stand before it, and its place in the bubble is its rank there.
-    by_key = key.argsort(dim=-1, descending=True)
-    line = by_key.gather(-1, token.gather(-1, by_key).argsort(dim=-1, stable=True))
-    rank = larger_before(key.gather(-1, line))
-    rank_in_bubble = slots(token) - torch.searchsorted(token, token)
+    rank, rank_in_bubble = ranks(key, token, n_tokens)
 
     passes = rank < take(_with_unused(cap.expand(batch, -1)), token)
     passed = F.pad(passes.cumsum(-1), (1, 0))
@@ -88,26 +84,35 @@ def select_causal(
     kept_up_to = passed_up_to + (cap - passed_up_to).cummin(-1).values.clamp(max=0)  # A_t
     quota = torch.diff(kept_up_to, prepend=kept_up_to.new_zeros(batch, 1))
     # A better candidate of the same token passes too, so the rank among those that pass is the rank in the bubble.
-    survives = passes & (rank_in_bubble < take(_with_unused(quota), token))
-    return survives.gather(-1, line.argsort(dim=-1))
+    return passes & (rank_in_bubble < take(_with_unused(quota), token))
 
 
-def larger_before(key: Int[Tensor, "B C"]) -> Int[Tensor, "B C"]:
-    """For each entry the number of larger ones before it: merge sort's way of counting, log2(C) rounds in parallel.
+def ranks(
+    key: Int[Tensor, "B C"], token: Int[Tensor, "B C"], n_tokens: int
+) -> tuple[Int[Tensor, "B C"], Int[Tensor, "B C"]]:
+    """How many candidates with a larger key each one has among the tokens up to its own, and in its own token.
 
-    In each round the row is cut into pairs of blocks, and every entry of a right block looks its key up in the sorted
-    left block. Memory stays linear in C; comparing all pairs would take C² and, on a CPU, ten times as long.
+    In the order of keys, largest first, these are the entries before it whose token is ≤ its own, or equal to it. They
+    are counted pair by pair within short runs, and from a running table of tokens for all runs before: time and memory
+    are nearly linear in C, where comparing all pairs would take C².
     """
-    n = key.shape[1]
-    size, padded = 1, 1 << (n - 1).bit_length()
-    key = F.pad(key, (0, padded - n))
-    count = torch.zeros_like(key)
-    while size < padded:
-        left, right = key.unflatten(-1, (-1, 2, size)).unbind(-2)
-        larger = size - torch.searchsorted(left.sort(dim=-1).values, right.contiguous(), right=True)
-        count = count + torch.stack([torch.zeros_like(larger), larger], dim=-2).flatten(1)
-        size *= 2
-    return count[:, :n]
+    order = key.argsort(dim=-1, descending=True)
+    padding = -key.shape[1] % RUN
+    runs = F.pad(token.gather(-1, order), (0, padding), value=n_tokens).unflatten(-1, (-1, RUN))
+
+    before = torch.ones(RUN, RUN, dtype=torch.bool, device=key.device).tril(-1)
+    mine, theirs = runs[..., :, None], runs[..., None, :]
+    lower_in_run = ((theirs <= mine) & before).sum(-1, dtype=torch.int32)
+    equal_in_run = ((theirs == mine) & before).sum(-1, dtype=torch.int32)
+
+    table = lower_in_run.new_zeros(*runs.shape[:2], n_tokens + 1)
+    table = table.scatter_add(-1, runs, torch.ones_like(lower_in_run))
+    table = table.cumsum(1, dtype=torch.int32) - table  # of each token, in all runs before
+    lower = lower_in_run + table.cumsum(-1, dtype=torch.int32).gather(-1, runs)
+    equal = equal_in_run + table.gather(-1, runs)
+
+    place = order.argsort(dim=-1)
+    return lower.flatten(1).gather(-1, place), equal.flatten(1).gather(-1, place)
 
 
 def _with_unused(per_token: Int[Tensor, "B T"]) -> Int[Tensor, "B T+1"]:
@@ -117,5 +122,8 @@ def _with_unused(per_token: Int[Tensor, "B T"]) -> Int[Tensor, "B T+1"]:
 
 def pack(survives: Bool[Tensor, "B C"], n_slots: int) -> Int[Tensor, "B n"]:
     """The surviving candidates in their order, one a slot; C (no candidate) in the slots left over at the right."""
-    nth = torch.arange(1, n_slots + 1, device=survives.device).repeat(survives.shape[0], 1)
-    return torch.searchsorted(survives.cumsum(-1), nth)
+    batch, n_candidates = survives.shape
+    candidate = torch.arange(n_candidates, device=survives.device).expand(batch, -1)
+    slot = torch.where(survives, survives.cumsum(-1) - 1, n_slots)  # the rest meet in a slot that is cut off
+    empty = candidate.new_full((batch, n_slots + 1), n_candidates)
+    return empty.scatter(-1, slot, candidate)[:, :n_slots]

@@ -50,10 +50,22 @@ def slots(token: Int[Tensor, "B S"]) -> Int[Tensor, "1 S"]:
     return torch.arange(token.shape[1], device=token.device)[None]
 
 
+def bubble_sizes(token: Int[Tensor, "B S"], n_tokens: int) -> Int[Tensor, "B T"]:
+    """Streams (or candidates) of each token; 0 past a padded row's end."""
+    none = token.new_zeros(token.shape[0], n_tokens + 1)
+    return none.scatter_add(1, token, torch.ones_like(token))[:, :n_tokens]
+
+
+def streams_up_to(token: Int[Tensor, "B S"], n_tokens: int) -> Int[Tensor, "B T"]:
+    """How many streams (or candidates) the tokens 0 … t have together, for each t."""
+    return bubble_sizes(token, n_tokens).cumsum(1)
+
+
 def find_bubbles(token: Int[Tensor, "B S"], n_tokens: int) -> Bubbles:
+    own = token.clamp(max=n_tokens - 1)
+    end = take(streams_up_to(token, n_tokens), own) - 1
+    start = end + 1 - take(bubble_sizes(token, n_tokens), own)
     used = token < n_tokens
-    start = torch.searchsorted(token, token, right=False)
-    end = torch.searchsorted(token, token, right=True) - 1
     return Bubbles(torch.where(used, start, slots(token)), torch.where(used, end, slots(token)))
 
 
@@ -62,24 +74,13 @@ def is_original(token: Int[Tensor, "B S"], bubbles: Bubbles, n_tokens: int) -> B
     return (slots(token) == bubbles.end) & (token < n_tokens)
 
 
-def streams_up_to(token: Int[Tensor, "B S"], n_tokens: int) -> Int[Tensor, "B T"]:
-    """How many streams (or candidates) the tokens 0 … t have together, for each t."""
-    tokens = torch.arange(n_tokens, device=token.device).repeat(token.shape[0], 1)
-    return torch.searchsorted(token, tokens, right=True)
-
-
 def originals(token: Int[Tensor, "B S"], n_tokens: int) -> Int[Tensor, "B T"]:
     """The slot of each token's original. Past a padded row's end: its last original (a harmless stand-in)."""
     return streams_up_to(token, n_tokens) - 1
 
 
-def bubble_sizes(token: Int[Tensor, "B S"], n_tokens: int) -> Int[Tensor, "B T"]:
-    """Streams of each token; 0 past a padded row's end."""
-    return torch.diff(streams_up_to(token, n_tokens), prepend=token.new_zeros(token.shape[0], 1))
-
-
 def positions(token: Int[Tensor, "B S"], bubbles: Bubbles, dtype: torch.dtype) -> Float[Tensor, "B S"]:
-    """k − p/q: the more streams a bubble has, the closer together they stand. Computed directly, never as a running sum."""
+    """k − p/q: the more streams a bubble has, the closer together they stand. Never a running sum, which drifts."""
     from_the_right = (bubbles.end - slots(token)).to(dtype)
     return token.to(dtype) - from_the_right / bubbles.size.to(dtype)
 

@@ -1,9 +1,9 @@
 """Thoughtbubbles: embed → [fork] block … → merge → head. One class for plain GPT, copy-N and bubbles.
 
-    ids (B,T) → embedding → Streams: x (B,S=T,D), log score 0, token 0 … T−1          (copy-N starts with S = N·T)
-      each layer:  [fork: scores (B,S,2) → candidates (B,2S) → select under the budget → gather]
-                   attention over S at real positions, weakened by the key's score; update × score; MLP update × score
-    Streams → merge per bubble → (B,T) predictions
+ids (B,T) → embedding → Streams: x (B,S=T,D), log score 0, token 0 … T−1          (copy-N starts with S = N·T)
+  each layer:  [fork: scores (B,S,2) → candidates (B,2S) → select under the budget → gather]
+               attention over S at real positions, weakened by the key's score; update × score; MLP update × score
+Streams → merge per bubble → (B,T) predictions
 """
 
 import math
@@ -120,8 +120,27 @@ class Thoughtbubbles(nn.Module):
     def run(self, given: inputs.Inputs, *, want: Collection[str] = (), trace: bool | str = False) -> Output:
         """`forward` behind the door: nothing is checked any more."""
         streams, forks, attention = self.run_layers(given, keep_attention=trace == "attention")
-        output = Output(streams, forks=forks if trace else None, attention=attention or None)
-        return self.decode(output, given.targets, n_tokens=given.ids.shape[1], want=want)
+        n_tokens, targets, table = given.ids.shape[1], given.targets, self.embedding.weight
+        rows = head.rows_to_decode(
+            streams, self.config.merge, self.final_norm, n_tokens=n_tokens, max_bubble=self.config.max_bubble
+        )
+        logits = head.logits(rows, table) if "logits" in want or "log_probs" in want else None
+        loss = nll = None
+        if targets is not None and "token_nll" in want:
+            nll = head.token_nll(rows, table, targets)
+            loss = nll.sum() / (targets != IGNORED).sum().clamp(min=1)
+        elif targets is not None:
+            loss = head.mean_nll(rows, table, targets)
+        return Output(
+            streams,
+            loss=loss,
+            # For a mixture the logits are normalised already, and normalising them again changes nothing.
+            log_probs=logits.log_softmax(-1) if logits is not None and "log_probs" in want else None,
+            logits=logits if "logits" in want else None,
+            token_nll=nll,
+            forks=forks if trace else None,
+            attention=attention or None,
+        )
 
     def run_layers(
         self, given: inputs.Inputs, *, keep_attention: bool
@@ -141,7 +160,7 @@ class Thoughtbubbles(nn.Module):
                 by = attenuation(streams.log_score, self.config)
                 forks.append(record)
             x, weights = block(streams.x, turn, by, path)
-            streams = streams._replace(x=x)
+            streams = Streams(x, streams.log_score, streams.token)
             if keep_attention:
                 attention.append(weights)
         return streams, tuple(forks), tuple(attention)
@@ -158,23 +177,3 @@ class Thoughtbubbles(nn.Module):
     def rotation(self, streams: Streams, n_tokens: int) -> Rotation:
         bubbles = find_bubbles(streams.token, n_tokens)
         return rotation(positions(streams.token, bubbles, streams.log_score.dtype), self.config.head_size)
-
-    def decode(self, output: Output, targets: Tensor | None, *, n_tokens: int, want: Collection[str]) -> Output:
-        """Adds the loss and what was wanted."""
-        merge, max_bubble = self.config.merge, self.config.max_bubble
-        rows = head.rows_to_decode(output.streams, merge, n_tokens=n_tokens, max_bubble=max_bubble)
-        rows = rows._replace(x=self.final_norm(rows.x))
-        table = self.embedding.weight
-        if "log_probs" in want or "logits" in want:
-            logits = head.logits(rows, table)
-            if "logits" in want:
-                output = output._replace(logits=logits)
-            if "log_probs" in want:
-                # For a mixture the logits are normalised already, and normalising them again changes nothing.
-                output = output._replace(log_probs=logits.log_softmax(-1))
-        if targets is not None and "token_nll" in want:
-            nll = head.token_nll(rows, table, targets)
-            output = output._replace(token_nll=nll, loss=nll.sum() / (targets != IGNORED).sum().clamp(min=1))
-        elif targets is not None:
-            output = output._replace(loss=head.mean_nll(rows, table, targets))
-        return output

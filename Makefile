@@ -1,0 +1,41 @@
+# make test      the core suite: all that a change must pass (a few minutes on two cores)
+# make test-all  that, and what is slow or heavy
+# make check     format, lint, types, import order
+# make format    rewrite the code in the project's format
+# Each sets up .venv by itself; PYTHON=python3.12 make test chooses the interpreter.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+# One worker a core; PYTEST_ARGS="-k loss" narrows a run down.
+PYTEST := $(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
+
+.PHONY: test test-all check format clean
+
+test: $(READY)
+	$(PYTEST) -m "not slow"
+
+test-all: $(READY)
+	$(PYTEST)
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_imports.py
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# torch first and by itself: under the constraint pip takes one build of it, and nothing installed later replaces that.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Thoughtbubbles needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
