@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -71,6 +72,9 @@ def _resident(field: str) -> int:
 
 
 def commit() -> str:
+    """Of the code that runs; where the tree has come without its history, THOUGHTBUBBLES_COMMIT tells."""
+    if told := os.environ.get("THOUGHTBUBBLES_COMMIT"):
+        return told
     try:
         found = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
@@ -84,6 +88,12 @@ def commit() -> str:
     return found.stdout.strip()
 
 
+def _without_out(arguments: list[str]) -> list[str]:
+    """Where results were put says nothing about how they were made."""
+    at = arguments.index("--out") if "--out" in arguments else len(arguments)
+    return arguments[:at] + arguments[at + 2 :]
+
+
 def write_results(benchmark: str, device: str, numbers: dict[str, Any], *, to: Path | None) -> Path:
     name = device_name(device)
     slug = "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
@@ -91,7 +101,7 @@ def write_results(benchmark: str, device: str, numbers: dict[str, Any], *, to: P
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "benchmark": benchmark,
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_without_out(sys.argv[1:])]),
         "commit": commit(),
         "machine": name,
         "torch": torch.__version__,

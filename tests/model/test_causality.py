@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from helpers import SAME_ROW, lively_model, random_ids, small_config
+from helpers import (
+    EDGE_FLOAT32,
+    SAME_ROW,
+    SAME_ROW_FLOAT32,
+    hangs_on_an_edge,
+    lively_model,
+    random_ids,
+    small_config,
+)
 
 MERGES = ("mixture", "residual", "original")
 
@@ -38,6 +46,29 @@ def test_a_prefix_alone_equals_the_prefix_inside(merge, budget):
     for t in range(1, 16):
         alone = model(ids[:, :t], want=("log_probs",)).log_probs
         torch.testing.assert_close(alone, whole[:, :t], atol=SAME_ROW, rtol=0)
+
+
+@pytest.mark.parametrize("merge", MERGES)
+def test_prefixes_in_float32(merge):
+    """To 1e-4, except where noise flips a decision on an edge of the rounding; such cases are few."""
+    config = small_config(merge=merge, budget=1.5, block_size=64)
+    compared = excused = 0
+    for seed in range(4):
+        model = lively_model(config, seed=seed, dtype=torch.float32)
+        ids = random_ids(config, 1, 64, seed=seed)
+        whole = model(ids, want=("log_probs",), trace=True)
+        for t in range(1, 64, 4):
+            alone = model(ids[:, :t], want=("log_probs",), trace=True)
+            compared += 1
+            if torch.allclose(alone.log_probs, whole.log_probs[:, :t], atol=SAME_ROW_FLOAT32, rtol=0):
+                continue
+            pairs = zip(alone.forks, whole.forks, strict=True)
+            differing = [(a, b) for a, b in pairs if not torch.equal(a.token, b.token[:, : a.token.shape[1]])]
+            assert differing, "the numbers differ though no decision does"
+            assert hangs_on_an_edge(*differing[0], tolerance=EDGE_FLOAT32)
+            excused += 1
+    assert compared == 64
+    assert excused <= 3
 
 
 @pytest.mark.parametrize("merge", MERGES)

@@ -183,9 +183,9 @@ def test_ranks_are_counts_over_all_pairs(tokens):
     assert torch.equal(rank_in_bubble, (beaten & (token[:, None, :] == token[:, :, None])).sum(-1, dtype=torch.int32))
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(0, 3))
-def test_pack(mask, spare):
-    n_slots = max(1, sum(mask) + spare)
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 12))
+def test_pack(mask, n_slots):
+    n_slots = min(n_slots, len(mask))  # a fork layer never has more slots than candidates
     packed = pack(torch.tensor([mask]), n_slots)[0].tolist()
     chosen = [i for i, yes in enumerate(mask) if yes]
     assert packed == (chosen + [len(mask)] * n_slots)[:n_slots]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.inputs import Inputs
 from thoughtbubbles.model.selection import Rule
@@ -54,17 +53,12 @@ def parameter_count(config: ModelConfig) -> int:
 
 def streams_by_layer(config: ModelConfig, n_tokens: int) -> tuple[int, ...]:
     """Slots that each block works on: the budget's cap once there are enough candidates for it."""
-    rule, streams, found = rule_of(config), config.copies * n_tokens, []
+    rule, streams, found = Rule.of(config), config.copies * n_tokens, []
     for layer in range(config.n_layer):
         if layer in config.fork_layers:
             streams = rule.n_slots(streams, n_tokens)
         found.append(streams)
     return tuple(found)
-
-
-def rule_of(config: ModelConfig) -> Rule:
-    fixed = config.block_size if config.budget_mode == "fixed" else None
-    return Rule(config.selection, Budget.of(config.budget), fixed)
 
 
 def training_state_bytes(config: ModelConfig) -> int:
@@ -94,7 +88,7 @@ def activation_bytes(config: ModelConfig, n_tokens: int | None = None, *, rows: 
             ids=torch.zeros(rows, n_tokens, dtype=torch.int64),
             targets=torch.zeros(rows, n_tokens, dtype=torch.int64),
             lengths=torch.full((rows,), n_tokens),
-            rule=rule_of(config),
+            rule=Rule.of(config),
         )
         weights = {p.untyped_storage()._cdata for p in model.parameters()}
         hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)

@@ -79,17 +79,19 @@ def _check_words(want: Collection[str], trace: bool | str, *, has_targets: bool)
 def _rule(config: ModelConfig, budget: BudgetLike | Budget | None, selection: str | None, batch: int) -> Rule:
     if selection is not None and selection not in get_args(Selection):
         raise ValueError(f"selection = {selection!r}: choose one of {get_args(Selection)}")
-    exact = Budget.of(config.budget if budget is None else budget)
-    if exact.rows not in (1, batch):
-        raise ValueError(f"budget has {exact.rows} numbers for a batch of {batch} rows: give one, or one for each row")
-    exact.check_range(config.block_size)
-    rule = config.selection if selection is None else selection
-    if config.budget_mode == "fixed" and rule == "causal":
+    if config.budget_mode == "fixed" and selection == "causal":
         raise ValueError(
             "selection = 'causal' with a model whose budget_mode is 'fixed': a fixed budget looks at the whole block; "
             "use budget_mode='proportional'"
         )
-    return Rule(rule, exact, config.block_size if config.budget_mode == "fixed" else None)  # type: ignore[arg-type]
+    exact = None if budget is None else Budget.of(budget)
+    if exact is not None:
+        if exact.rows not in (1, batch):
+            raise ValueError(
+                f"budget has {exact.rows} numbers for a batch of {batch} rows: give one, or one for each row"
+            )
+        exact.check_range(config.block_size)
+    return Rule.of(config, budget=exact, selection=selection)  # type: ignore[arg-type]
 
 
 def _row_lengths(lengths: Tensor | Sequence[int] | None, ids: Tensor, look_inside: bool) -> Int[Tensor, "B"]:

@@ -18,10 +18,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from thoughtbubbles.model.budget import Budget
-from thoughtbubbles.model.config import Selection
+from thoughtbubbles.model.config import ModelConfig, Selection
 from thoughtbubbles.model.streams import slots, streams_up_to, take
 
-LEVELS = 4096  # scores closer than 1/4096 in log space count as equal, and the earlier candidate wins
+LEVELS = 4096  # log scores are ranked in steps of 1/4096; within a step the earlier candidate wins
 ORIGINAL = 1  # the level of an original's keep candidate: log scores are ≤ 0, so above every other
 UNUSED = -(2**30)  # the level of unused slots: below every other
 RUN = 64  # candidates compared pair by pair when ranks are counted: near the square root of what a row usually has
@@ -34,6 +34,15 @@ class Rule(NamedTuple):
     selection: Selection
     budget: Budget
     fixed_tokens: int | None = None  # the block size, if the cap is that of a full block whatever the row's length
+
+    @classmethod
+    def of(cls, config: ModelConfig, *, budget: Budget | None = None, selection: Selection | None = None) -> "Rule":
+        """The config's own, or with another budget or selection."""
+        return cls(
+            config.selection if selection is None else selection,
+            Budget.of(config.budget) if budget is None else budget,
+            config.block_size if config.budget_mode == "fixed" else None,
+        )
 
     def n_slots(self, n_streams: int, n_tokens: int) -> int:
         """Slots that hold the survivors of any row: a Python number, known without looking at a score."""
@@ -122,8 +131,6 @@ def _with_unused(per_token: Int[Tensor, "B T"]) -> Int[Tensor, "B T+1"]:
 
 def pack(survives: Bool[Tensor, "B C"], n_slots: int) -> Int[Tensor, "B n"]:
     """The surviving candidates in their order, one a slot; C (no candidate) in the slots left over at the right."""
-    batch, n_candidates = survives.shape
-    candidate = torch.arange(n_candidates, device=survives.device).expand(batch, -1)
-    slot = torch.where(survives, survives.cumsum(-1) - 1, n_slots)  # the rest meet in a slot that is cut off
-    empty = candidate.new_full((batch, n_slots + 1), n_candidates)
-    return empty.scatter(-1, slot, candidate)[:, :n_slots]
+    n_candidates = survives.shape[1]
+    candidate = torch.arange(n_candidates, device=survives.device)
+    return torch.where(survives, candidate, n_candidates).sort(dim=-1).values[:, :n_slots]

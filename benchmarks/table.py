@@ -1,0 +1,70 @@
+"""Writes the tables of docs/index.md from the files in benchmarks/results, between the markers that name them.
+
+python benchmarks/table.py            rewrite the page
+python benchmarks/table.py --check    exit 1 if the page is not what would be written
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS
+
+PAGE = RESULTS.parents[1] / "docs" / "index.md"
+
+
+def records(benchmark: str) -> list[dict[str, Any]]:
+    found = (json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json")))
+    return [record for record in found if record["benchmark"] == benchmark]
+
+
+def source(record: dict[str, Any]) -> str:
+    return f"`{record['command']}` at {record['commit']}, PyTorch {record['torch']}"
+
+
+def loss_table() -> str:
+    lines = [
+        "| machine | rows × width × vocabulary | merge | extra peak memory | dense form | time / dense form |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for record in records("loss"):
+        for case in record["cases"]:
+            size = f"{case['rows']} × {case['width']} × {case['vocabulary']}"
+            memory = f"{case['extra_peak_MB']:.0f} MB | {case['dense_extra_peak_MB']:.0f} MB"
+            lines.append(f"| {record['machine']} | {size} | {case['merge']} | {memory} | {case['time_ratio']:.2f}× |")
+    return "\n".join([*lines, "", *(f"- {record['machine']}: {source(record)}" for record in records("loss"))])
+
+
+def selection_table() -> str:
+    lines = [
+        "| machine | rows | | forward, causal | forward, block | causal rule alone | share of the forward |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    found = records("selection") + records("selection-compiled")
+    for record in found:
+        time = record["milliseconds"]
+        shown = [f"{time[name]:.1f} ms" for name in ("forward, causal", "forward, block")]
+        kind = "compiled" if record["compiled"] else "eager"
+        lines.append(
+            f"| {record['machine']} | {record['rows']} | {kind} | {' | '.join(shown)} | "
+            f"{time['causal rule alone']:.2f} ms | {record['share_of_forward']:.1%} |"
+        )
+    return "\n".join([*lines, "", *(f"- {record['machine']}: {source(record)}" for record in found)])
+
+
+def page() -> str:
+    text = PAGE.read_text(encoding="utf-8")
+    for name, table in {"loss": loss_table(), "selection": selection_table()}.items():
+        marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        assert marked.search(text), f"{PAGE} has no markers for {name}"
+        text = marked.sub(lambda match, table=table: f"{match[1]}{table}\n{match[2]}", text)  # type: ignore[misc]
+    return text
+
+
+if __name__ == "__main__":
+    written = page()
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(PAGE.read_text(encoding="utf-8") != written)
+    Path(PAGE).write_text(written, encoding="utf-8")

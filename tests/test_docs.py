@@ -1,0 +1,104 @@
+"""Documentation that is true: commands run, names exist, links lead somewhere, figures and tables are up to date."""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from thoughtbubbles.model.budget import Budget
+from thoughtbubbles.model.selection import Rule, candidate_keys
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def blocks(language: str) -> list:
+    found = []
+    for page in PAGES:
+        for index, code in enumerate(
+            re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        ):
+            found.append(pytest.param(code, id=f"{page.relative_to(ROOT)}-{index}"))
+    return found
+
+
+def commands() -> list:
+    lines = {line.split("#")[0].strip() for block in blocks("bash") for line in block.values[0].splitlines()}
+    return sorted(line for line in lines if line)
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python(code):
+    run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands(command):
+    if command.startswith("git clone "):
+        return  # that is how the reader got here
+    words = shlex.split(command)
+    if words[0] == "make":
+        words.insert(1, "--dry-run")  # the targets run these tests
+    elif words[0] == ".venv/bin/thoughtbubbles":
+        words[:1] = [sys.executable, "-m", "thoughtbubbles"]
+    else:
+        pytest.fail(f"no test knows how to run {command!r}")
+    run = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+
+
+def test_there_are_commands_to_test():
+    assert len(commands()) >= 5
+    assert len(blocks("python")) >= 2
+
+
+def test_paper_to_code_names_what_exists():
+    page = (ROOT / "docs" / "paper-to-code.md").read_text()
+    names = re.findall(r"`(\w+\.py):([\w.]+)`", page)
+    assert len(names) > 40
+    for file, name in names:
+        folder = "tests/model" if file.startswith("test_") else "src/thoughtbubbles/model"
+        source = (ROOT / folder / file).read_text()
+        for part in name.split("."):
+            assert re.search(rf"^\s*(def|class) {part}\b", source, re.MULTILINE), f"{file}:{name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_the_figure_is_what_its_script_draws():
+    subprocess.run([sys.executable, ROOT / "docs" / "figures" / "method.py", "--check"], check=True)
+
+
+def test_the_figure_follows_our_rules():
+    """The drawing has no dependencies, so it selects by itself: its survivors must be ours."""
+    spec = importlib.util.spec_from_file_location("method_figure", ROOT / "docs" / "figures" / "method.py")
+    figure = importlib.util.module_from_spec(spec)
+    sys.modules["method_figure"] = figure  # its dataclass looks itself up there
+    spec.loader.exec_module(figure)
+    streams = [figure.Stream(k) for k in range(len(figure.TOKENS))]
+    for scores in (figure.SCORES_1, figure.SCORES_2):
+        row = figure.candidates(streams, scores)
+        kept = figure.select(row)
+        token = torch.tensor([[c.token for c in row]])
+        forced = torch.tensor([[c.original for c in row]])
+        key = candidate_keys(torch.tensor([[c.log_score for c in row]]), token, forced, len(figure.TOKENS))
+        for selection in ("causal", "block"):
+            rule = Rule(selection, Budget.of(figure.BUDGET))
+            ours = rule.survives(key, token, torch.tensor([len(figure.TOKENS)]), len(figure.TOKENS))
+            assert ours[0].nonzero().flatten().tolist() == kept
+        streams = [row[i] for i in kept]
+
+
+def test_the_tables_are_what_was_measured():
+    subprocess.run([sys.executable, "table.py", "--check"], cwd=ROOT / "benchmarks", check=True)
