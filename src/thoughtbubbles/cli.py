@@ -2,7 +2,9 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import tyro
 
 from thoughtbubbles import __version__
 
@@ -11,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    size: str,
+    size: Annotated[str, tyro.conf.arg(metavar="SIZE")],
     /,
     *,
     tokens: int | None = None,
@@ -120,8 +122,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name, *rest = arguments
     if name not in VERBS:
         sys.exit(f"thoughtbubbles: no verb {name!r}; choose from: {', '.join(VERBS)} (thoughtbubbles --help)")
-
-    import tyro
 
     try:
         tyro.cli(VERBS[name].run, prog=f"thoughtbubbles {name}", args=rest)

@@ -152,9 +152,9 @@ def test_fixed_budget():
 @pytest.mark.parametrize("selection", ["causal", "block"])
 def test_extended_forking(selection):
     config = small_config(
-        n_layer=12, n_head=2, width=8, fork_layers=every_fourth_layer(12), selection=selection, budget=1.5
+        n_layer=20, n_head=2, width=8, fork_layers=every_fourth_layer(20), selection=selection, budget=1.5
     )
-    assert config.fork_layers == (3, 7, 11)
+    assert config.fork_layers == (3, 7, 11, 15, 19)
     compare(config, [6])
 
 

@@ -26,11 +26,14 @@ from torch import Tensor
 from thoughtbubbles.model.streams import bubble_scan, wide_dtype
 
 IGNORED = -100  # the target of a row that counts for nothing
-CHUNK_ROWS = {"cpu": 256, "cuda": 4096}  # small enough for little memory, large enough for fast matrix products
+CHUNK_ROWS = {"cpu": 256, "cuda": 4096}  # at most: little memory, and matrix products large enough to be fast
 
 
-def _chunk_rows(device: torch.device) -> int:
-    return CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])
+def _chunk_rows(hidden: Tensor) -> int:
+    """Rows in each of the fewest equal chunks that are small enough."""
+    most = CHUNK_ROWS.get(hidden.device.type, CHUNK_ROWS["cuda"])
+    n_chunks = -(-hidden.shape[0] // most)
+    return -(-hidden.shape[0] // n_chunks)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -91,7 +94,7 @@ def mean_loss(
         alone if end is None else end,
         max_bubble,
         _product_dtype(hidden),
-        torch.is_grad_enabled(),
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, log_score)),
     )
     return loss
 
@@ -121,7 +124,7 @@ def _mean_loss(
     dtype: torch.dtype,
     with_gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    n_rows, chunk_rows = hidden.shape[0], _chunk_rows(hidden.device)
+    n_rows, chunk_rows = hidden.shape[0], _chunk_rows(hidden)
     score_dtype = log_score.dtype
     hidden_grad = torch.zeros_like(hidden, dtype=score_dtype) if with_gradients else hidden.new_empty(0)
     weight_grad = torch.zeros_like(weight, dtype=score_dtype) if with_gradients else weight.new_empty(0)
@@ -187,7 +190,7 @@ _mean_loss.register_autograd(_scale_gradients, setup_context=_keep_gradients)
 @torch.library.custom_op("thoughtbubbles::row_log_prob", mutates_args=())
 def _row_log_prob(hidden: Tensor, weight: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
     narrow = weight.to(dtype)
-    size = _chunk_rows(hidden.device)
+    size = _chunk_rows(hidden)
     pairs = zip(hidden.split(size), target.split(size), strict=True)
     return torch.cat([_Chunk(rows.to(dtype), narrow, targets).log_prob for rows, targets in pairs])
 
@@ -204,7 +207,7 @@ def _row_log_prob_backward(
     narrow = weight.to(dtype)
     weight_grad = torch.zeros_like(weight, dtype=upstream.dtype)
     hidden_grads = []
-    size = _chunk_rows(hidden.device)
+    size = _chunk_rows(hidden)
     for rows, targets, share in zip(hidden.split(size), target.split(size), upstream.split(size), strict=True):
         hidden_grads.append(_Chunk(rows.to(dtype), narrow, targets).pull_back(share, weight_grad).to(hidden.dtype))
     return torch.cat(hidden_grads), weight_grad.to(weight.dtype)
