@@ -49,6 +49,23 @@ def loop(key: list[int], token: list[int]) -> list[bool]:
     return survives
 
 
+@torch.no_grad()
+def behaviour(model: Thoughtbubbles, ids: Tensor) -> dict[str, float]:
+    """How much of the budget the causal rule uses, and what bfloat16 products change (weights are random here)."""
+    targets = ids.roll(-1, 1)
+    exact = model(ids, targets=targets, trace=True)
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        rounded = model(ids, targets=targets, trace=True)
+    assert exact.forks and rounded.forks and exact.loss is not None and rounded.loss is not None
+    pairs = list(zip(exact.forks, rounded.forks, strict=True))
+    differing = sum(int((a.selected != b.selected).sum()) for a, b in pairs)
+    return {
+        "budget_used": float((exact.streams.token < TOKENS).sum() / (len(ids) * BUDGET * TOKENS)),
+        "decisions_that_differ_in_bfloat16": differing / sum(a.selected.numel() for a, _ in pairs),
+        "loss_difference_in_bfloat16": float(rounded.loss - exact.loss),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -92,7 +109,15 @@ def main() -> None:
         print(f"{name:>20}: {milliseconds:9.3f} ms")
     over_block = time["forward, causal"] / time["forward, block"]
     print(f"causal selection adds {share:.2%} to the forward; over block selection {over_block:.3f}×")
-    numbers = {"rows": rows, "compiled": args.compile, "milliseconds": time, "share_of_forward": share}
+    found = behaviour(model, ids[:8])
+    print(", ".join(f"{name.replace('_', ' ')}: {value:.4g}" for name, value in found.items()))
+    numbers: dict[str, Any] = {
+        "rows": rows,
+        "compiled": args.compile,
+        "milliseconds": time,
+        "share_of_forward": share,
+        **found,
+    }
     name = "selection-compiled" if args.compile else "selection"
     print("written to", write_results(name, device, numbers, to=args.out))
 

@@ -1,6 +1,6 @@
 """What several test files share: small models, the way to the oracle, and every tolerance."""
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,10 @@ SAME_ROW_FLOAT32 = 1e-4
 EDGE_FLOAT32 = 1e-5  # how near to an edge of the rounding a log score must lie for noise to flip a decision
 SAME_FUNCTION = 1e-12  # float64: two ways to compute one formula
 SAME_FUNCTION_FLOAT32 = 2e-5
+
+
+def named(name: str, **changes: Any) -> ModelConfig:
+    return replace(ModelConfig.named(name), **changes)
 
 
 def small_config(**changes: Any) -> ModelConfig:

@@ -30,6 +30,8 @@ def inspect(
         copies: The copy-N baselines to show.
         budgets: The budgets (streams per token) to show.
     """
+    from dataclasses import replace
+
     from thoughtbubbles.model.config import ModelConfig
 
     base = ModelConfig.named(size)
@@ -40,7 +42,7 @@ def inspect(
         raise ValueError(f"--rows {rows}: a batch has 1 row or more")
     variants = {"plain": ModelConfig.named(f"{name}-plain")}
     variants |= {f"copy-{n}": ModelConfig.named(f"{name}-copy-{n}") for n in copies}
-    variants |= {f"{base.selection}, r = {r:g}": ModelConfig.named(size, budget=r) for r in budgets if base.fork_layers}
+    variants |= {f"{base.selection}, r = {r:g}": replace(base, budget=r) for r in budgets if base.fork_layers}
     _show_costs(size, variants, tokens=tokens or base.block_size, rows=rows)
 
 
@@ -51,22 +53,27 @@ def _show_costs(size: str, variants: "dict[str, ModelConfig]", *, tokens: int, r
     from thoughtbubbles.model.cost import activation_bytes, cost, training_state_bytes
 
     costs = {name: cost(config, tokens) for name, config in variants.items()}
-    plain = costs["plain"].flops
+    plain = costs["plain"]
+    flop, flop_unit = (1e9, "GFLOP") if plain.forward_per_token > 1e8 else (1e6, "MFLOP")
+    byte, byte_unit = (2**30, "GiB") if plain.parameters > 1e7 else (2**20, "MiB")
 
     table = Table(title=f"{size}: rows of {tokens} tokens")
-    for heading in ("", "parameters", "GFLOP a token\nforward", "\nbackward", "FLOPs\n/ plain"):
+    for heading in ("", "parameters", f"{flop_unit} a token\nforward", "\nbackward", "FLOPs\n/ plain"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for heading in ("training state\n(GiB)", f"kept for backward\n(GiB, {rows} row{'s' * (rows > 1)})"):
+    for heading in (
+        f"training state\n({byte_unit})",
+        f"kept for backward\n({byte_unit}, {rows} row{'s' * (rows > 1)})",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, found in costs.items():
         table.add_row(
             name,
             f"{found.parameters:,}",
-            f"{found.forward_per_token / 1e9:.3f}",
-            f"{found.backward_per_token / 1e9:.3f}",
-            f"{found.flops / plain:.2f}×",
-            f"{training_state_bytes(variants[name]) / 2**30:.2f}",
-            f"{activation_bytes(variants[name], tokens, rows=rows) / 2**30:.2f}",
+            f"{found.forward_per_token / flop:.3f}",
+            f"{found.backward_per_token / flop:.3f}",
+            f"{found.flops / plain.flops:.2f}×",
+            f"{training_state_bytes(variants[name]) / byte:.2f}",
+            f"{activation_bytes(variants[name], tokens, rows=rows) / byte:.2f}",
         )
 
     streams = Table(title="Streams in each block")

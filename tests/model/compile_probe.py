@@ -4,10 +4,12 @@ python compile_probe.py CHECK exits 0 if the check holds.
 """
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from thoughtbubbles.model.attention import Attenuation, fused_attention, reference_attention
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
@@ -23,7 +25,7 @@ FORMS: dict[str, dict[str, Any]] = {
 def make(name: str, **changes: Any) -> tuple[Thoughtbubbles, torch.Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Thoughtbubbles(ModelConfig.named(name, **changes))
+    model = Thoughtbubbles(replace(ModelConfig.named(name), **changes))
     return model, torch.randint(model.config.vocab_size, (2, 32))
 
 
@@ -78,9 +80,24 @@ def no_new_graph() -> None:
     assert len(graphs) == 1, f"{len(graphs)} graphs"
 
 
+def low_scores_in_bfloat16() -> None:
+    """A log score near −57 needs more bits than bfloat16 has; compiled code must not round them away."""
+    torch.manual_seed(0)
+    q, k = (torch.zeros(1, 1, 40, 64, dtype=torch.bfloat16) for _ in range(2))
+    v = torch.randn(1, 1, 40, 64, dtype=torch.bfloat16)
+    bias = (-55 - 5 * torch.rand(1, 40)).requires_grad_()
+    exact, _ = reference_attention(q.double(), k.double(), v.double(), Attenuation(bias.double()))
+    (expected,) = torch.autograd.grad(exact.square().sum(), bias)
+    fused, _ = torch.compile(fused_attention, fullgraph=True)(q, k, v, Attenuation(bias))
+    (found,) = torch.autograd.grad(fused.square().sum(), bias)
+    assert (fused - exact).norm() / exact.norm() < 1e-2
+    assert (found - expected).norm() / expected.norm() < 3e-2
+
+
 CHECKS = {
     "one graph": lambda: same_numbers("aot_eager"),
     "generated code": lambda: same_numbers("inductor"),
+    "low scores in bfloat16": low_scores_in_bfloat16,
     "every way to call": every_way_to_call,
     "autocast": autocast,
     "no new graph": no_new_graph,

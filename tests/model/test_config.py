@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from helpers import small_config
+from helpers import named, small_config
 from thoughtbubbles.model.config import SIZES, ModelConfig, every_fourth_layer
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
@@ -30,19 +30,19 @@ def test_paper_sizes(size):
     assert (ours.vocab_size, ours.block_size, ours.fork_layers, ours.budget) == (50304, 512, (3, 7, 11), 2)
     assert ours.merge == ("residual" if size == "1.9b" else "mixture")
     assert (ours.selection, paper.selection) == ("causal", "block")
-    assert ModelConfig.named(size, selection="block") == paper, "the selection is all that differs"
+    assert named(size, selection="block") == paper, "the selection is all that differs"
     assert count(ours) == count(paper) == forked
     assert count(ModelConfig.named(f"{size}-plain")) == count(ModelConfig.named(f"{size}-copy-3")) == plain
 
 
 def test_a_score_bias_adds_two_parameters_a_fork_layer():
-    assert count(ModelConfig.named("150m", score_bias=2.0)) - count(ModelConfig.named("150m")) == 6
+    assert count(named("150m", score_bias=2.0)) - count(ModelConfig.named("150m")) == 6
 
 
 def test_forms_and_changes():
     assert ModelConfig.named("tiny-copy-5").copies == 5
     assert ModelConfig.named("tiny-plain").fork_layers == ()
-    assert ModelConfig.named("150m", budget=4, merge="residual").budget == 4
+    assert named("150m", budget=4, merge="residual").budget == 4
     assert every_fourth_layer(36) == (3, 7, 11, 15, 19, 23, 27, 31, 35)
     assert ModelConfig.named("nano").max_bubble == 8
 
@@ -77,7 +77,11 @@ def test_lists_from_json_become_tuples():
         ({"copies": 3}, r"fork_layers = \(1, 2, 3\): copies = 3 is the baseline that does not fork"),
         ({"copies": 3, "fork_layers": ()}, r"merge = 'mixture': copy-N decodes the rightmost copy"),
         ({"budget": 0.5}, r"ModelConfig.budget = 0.5 is below 1"),
-        ({"budget": [1, 2]}, r"budget = \[1, 2\]: a model has one"),
+        ({"budget": [1, 2]}, r"budget = \[1, 2\]: a model has one number"),
+        ({"budget": None}, r"budget = None: a model has one number"),
+        ({"fork_layers": 5}, r"fork_layers = 5: give a tuple"),
+        ({"gate_qk": "False"}, r"gate_qk = 'False': give True or False"),
+        ({"score_bias": "x"}, r"score_bias = 'x': give a finite number"),
         ({"budget_mode": "fixed"}, r"budget_mode = 'fixed': .*selection='block' only"),
         ({"budget_mode": "free"}, r"budget_mode = 'free': choose one of"),
         ({"selection": "random"}, r"selection = 'random': choose one of \('block', 'causal'\)"),

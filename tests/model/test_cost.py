@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from helpers import random_ids, small_config
+from helpers import named, random_ids, small_config
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.cost import activation_bytes, cost, streams_by_layer, training_state_bytes
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -20,11 +20,11 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
     ],
 )
 def test_flops(name, changes, rows, teraflops):
-    assert rows * cost(ModelConfig.named(name, **changes)).flops / 1e12 == pytest.approx(teraflops, abs=0.05)
+    assert rows * cost(named(name, **changes)).flops / 1e12 == pytest.approx(teraflops, abs=0.05)
 
 
 def test_a_mixture_decodes_every_stream():
-    mixture, residual = (cost(ModelConfig.named("150m", merge=merge)) for merge in ("mixture", "residual"))
+    mixture, residual = (cost(named("150m", merge=merge)) for merge in ("mixture", "residual"))
     assert (mixture.decoded, residual.decoded) == (1024, 512)
     assert mixture.flops - residual.flops == 6 * 768 * 50304 * 512
     assert mixture.forward_per_token + mixture.backward_per_token == pytest.approx(mixture.flops / 512)

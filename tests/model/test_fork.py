@@ -49,8 +49,9 @@ def test_order_parentage_and_content(sizes, budget, rule, seed):
         torch.testing.assert_close(after.x[0, slot], expected, atol=0, rtol=0)
         own = record.own_log_score[0, parent, candidate % 2]
         assert after.log_score[0, slot] == before.log_score[0, parent] + own
-        if candidate % 2 == 0 and candidate + 1 in chosen:
-            assert chosen[slot + 1] == candidate + 1, "a fork stands directly left of its parent where that survives"
+        if record.is_fork[0, slot] and record.selected[0, 2 * record.parent[0, slot] + 1]:
+            beside = record.parent[0, slot + 1], record.is_fork[0, slot + 1]
+            assert beside == (parent, False), "a fork stands directly left of its parent where that survives"
     assert after.log_score.isfinite().all()
     assert record.bubble_size[0].tolist() == [after.token[0].tolist().count(t) for t in range(n_tokens)]
 

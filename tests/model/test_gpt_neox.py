@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from helpers import random_ids
-from thoughtbubbles.model.config import ModelConfig
+from helpers import named, random_ids
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 transformers = pytest.importorskip("transformers")
@@ -57,7 +56,7 @@ def neox_twin(model: Thoughtbubbles) -> torch.nn.Module:
 @pytest.mark.parametrize("tokens", [1, 17, 32])
 def test_plain_setting_is_gpt_neox(tokens):
     torch.manual_seed(0)
-    model = Thoughtbubbles(ModelConfig.named("nano-plain", width=24, n_head=3)).double()
+    model = Thoughtbubbles(named("nano-plain", width=24, n_head=3)).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     ids = random_ids(model.config, 2, tokens)

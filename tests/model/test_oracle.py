@@ -16,17 +16,23 @@ from helpers import (
     small_config,
 )
 from thoughtbubbles.model.config import ModelConfig, every_fourth_layer
+from thoughtbubbles.model.transformer import Thoughtbubbles
 
 MERGES = ("mixture", "residual", "original")
 BUDGETS = (1, 1.1, 1.15, 1.5, 2, 4)
 
 
 def compare(
-    config: ModelConfig, tokens: list[int], *, call: dict[str, Any] | None = None, attention: str = "fused"
+    config: ModelConfig,
+    tokens: list[int],
+    *,
+    call: dict[str, Any] | None = None,
+    attention: str = "fused",
+    model: Thoughtbubbles | None = None,
 ) -> None:
     """One padded batch through the model, row by row through the oracle; `call` overrides the config in both."""
     call = call or {}
-    model = lively_model(config, attention=attention)
+    model = model or lively_model(config, attention=attention)
     rows, longest = len(tokens), max(tokens)
     ids = random_ids(config, rows, longest)
     targets = random_ids(config, rows, longest, seed=2)
@@ -113,9 +119,23 @@ def test_a_budget_for_each_row_and_selection_in_the_call(selection):
     compare(small_config(selection=other), [5, 5, 4, 3], call={"budget": [1, 1.15, 2, 4], "selection": selection})
 
 
+@pytest.mark.parametrize("selection", ["causal", "block"])
+@pytest.mark.parametrize("budget", [1, 1.5, 4])
 @pytest.mark.parametrize("merge", MERGES)
-def test_one_token(merge):
-    compare(small_config(merge=merge, budget=4), [1])
+def test_one_token(merge, budget, selection):
+    compare(small_config(merge=merge, budget=budget, selection=selection), [1])
+
+
+@pytest.mark.parametrize("merge", MERGES)
+def test_scores_at_their_floor(merge):
+    """Score heads so steep that many scores are 1 and many are at the floor of exp(−20), where gradients stop."""
+    config = small_config(merge=merge, budget=1.5)
+    steep = lively_model(config)
+    for fork in steep.forks.values():
+        torch.nn.init.normal_(fork.score.weight, std=30)
+    floors = [r.own_log_score == -20 for r in steep(random_ids(config, 1, 7), trace=True).forks]
+    assert any(floor.any() for floor in floors)
+    compare(config, [7], model=steep)
 
 
 @pytest.mark.parametrize("copies", [1, 3, 5])

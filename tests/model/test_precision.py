@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from helpers import lively_model, random_ids, small_config
+from helpers import lively_model, named, random_ids, small_config
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.fork import ForkLayer
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -40,7 +40,7 @@ def test_state_is_wide_under_autocast_and_in_a_bfloat16_model():
 
 @pytest.mark.parametrize("merge", ["mixture", "residual", "original"])
 def test_bfloat16_is_close_and_learns(merge):
-    config = ModelConfig.named("nano", merge=merge)
+    config = named("nano", merge=merge)
     torch.manual_seed(0)
     model = Thoughtbubbles(config)
     ids = random_ids(config, 4, 32)

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from helpers import SAME_FUNCTION, SAME_ROW, lively_model, random_ids, small_config
-from thoughtbubbles.model.config import ModelConfig
+from helpers import SAME_FUNCTION, SAME_ROW, lively_model, named, random_ids, small_config
+from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
@@ -121,7 +121,7 @@ def test_forks_at_the_start_are_attenuated_from_there_only():
 @pytest.mark.parametrize("selection", ["block", "causal"])
 def test_a_tiny_model_overfits_one_batch(merge, selection):
     torch.manual_seed(0)
-    config = ModelConfig.named("nano", width=32, merge=merge, selection=selection)
+    config = named("nano", width=32, merge=merge, selection=selection)
     model = Thoughtbubbles(config)
     ids = torch.randint(config.vocab_size, (2, 17))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
@@ -138,7 +138,7 @@ def test_a_tiny_model_overfits_one_batch(merge, selection):
 @pytest.mark.parametrize("merge", MERGES)
 @pytest.mark.parametrize("selection", ["block", "causal"])
 def test_every_score_head_and_fork_embedding_learns(merge, selection):
-    config = ModelConfig.named("nano", merge=merge, selection=selection)
+    config = named("nano", merge=merge, selection=selection)
     torch.manual_seed(0)
     model = Thoughtbubbles(config)
     ids = torch.randint(config.vocab_size, (4, 32))
@@ -151,7 +151,7 @@ def test_every_score_head_and_fork_embedding_learns(merge, selection):
 
 
 def test_initial_weights():
-    config = ModelConfig.named("tiny", width=256, score_bias=1.5)
+    config = named("tiny", width=256, score_bias=1.5)
     torch.manual_seed(0)
     model = Thoughtbubbles(config)
     stds = {
@@ -195,7 +195,13 @@ def test_initial_weights():
         ({"targets": torch.full((2, 5), 23)}, r"targets has 23: .*-100 marks a target to ignore"),
         ({"lengths": [5, 0]}, r"lengths has 0: each row has from 1 to 5 tokens here"),
         ({"lengths": [6, 5]}, r"lengths has 6: each row has from 1 to 5"),
-        ({"lengths": [5]}, r"lengths have shape \(1,\): give one number for each of the 2 rows"),
+        ({"lengths": [5]}, r"lengths have shape \(1,\) .*give one whole number for each of the 2 rows"),
+        ({"lengths": [2.7, 3.0]}, r"lengths have shape \(2,\) and torch.float32: give one whole number"),
+        ({"targets": torch.zeros(2, 5)}, r"targets of shape \(2, 5\) and torch.float32: give whole numbers"),
+        ({"ids": [[1, 2]]}, r"ids is a list: give a tensor, e.g. torch.tensor\(ids\)"),
+        ({"targets": [[1, 2]]}, r"targets is a list: give a tensor"),
+        ({"want": iter(("logits",))}, r"want = .*: give a tuple of names"),
+        ({"budget": Budget((1,), (2,))}, r"budget = 1/2 is below 1"),
         ({"budget": 0.9}, r"budget = 0.9 is below 1"),
         ({"budget": [1, 2, 3]}, r"budget has 3 numbers for a batch of 2 rows"),
         ({"selection": "best"}, r"selection = 'best': choose one of"),

@@ -48,12 +48,13 @@ def reference_attention(
     by: Attenuation,
 ) -> tuple[Float[Tensor, "B N S H"], Float[Tensor, "B N S S"] | None]:
     """The explicit matrix, and the attention weights as second result."""
-    logits = wide(q) @ wide(k).mT / math.sqrt(q.shape[-1])
-    if by.key_bias is not None:
-        logits = logits + by.key_bias[:, None, None, :]
-    future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    weights = logits.masked_fill(future, -math.inf).softmax(dim=-1)
-    return (weights @ wide(_attenuated(v, by))).to(v.dtype), weights
+    with torch.autocast(q.device.type, enabled=False):
+        logits = wide(q) @ wide(k).mT / math.sqrt(q.shape[-1])
+        if by.key_bias is not None:
+            logits = logits + by.key_bias[:, None, None, :]
+        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        weights = logits.masked_fill(future, -math.inf).softmax(dim=-1)
+        return (weights @ wide(_attenuated(v, by))).to(v.dtype), weights
 
 
 def fused_attention(
@@ -67,14 +68,24 @@ def fused_attention(
     v = _attenuated(v, by)
     if by.key_bias is not None:
         bias = by.key_bias * math.sqrt(head_size)  # the kernel will divide by √H
-        high = bias.to(k.dtype)
-        low = (bias - high).to(k.dtype)
-        carried = F.pad(torch.stack([high, low], dim=-1), (0, EXTRA_CHANNELS - 2))
+        carried = F.pad(torch.stack(_in_two(bias, k.dtype), dim=-1), (0, EXTRA_CHANNELS - 2))
         k = torch.cat([k, carried[:, None].expand(-1, k.shape[1], -1, -1)], dim=-1)
         q = F.pad(F.pad(q, (0, 2), value=1.0), (0, EXTRA_CHANNELS - 2))
         v = F.pad(v, (0, EXTRA_CHANNELS))  # flash kernels want one head size for all three
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / math.sqrt(head_size))
     return out[..., :head_size], None
+
+
+def _in_two(bias: Float[Tensor, "B S"], dtype: torch.dtype) -> tuple[Float[Tensor, "B S"], Float[Tensor, "B S"]]:
+    """The bias as a sum of two numbers of a narrower dtype: its leading bits, and the rest (which has the gradient).
+
+    The bits are cut off as integers. A cast to bfloat16 and back would do in eager mode, but compiled code may skip it,
+    and then nothing is left for the rest.
+    """
+    if bias.dtype == dtype:
+        return torch.zeros_like(bias), bias
+    high = (bias.detach().view(torch.int32) & -(1 << 16)).view(torch.float32)
+    return high.to(dtype), (bias - high).to(dtype)
 
 
 def _attenuated(v: Float[Tensor, "B N S H"], by: Attenuation) -> Float[Tensor, "B N S H"]:

@@ -7,13 +7,14 @@ integers, and every cap is integer arithmetic, on the GPU too.
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-BudgetLike = int | float | str | Fraction | Sequence[int | float | str | Fraction]
+Number = int | float | str | Fraction  # and whatever else writes itself as a decimal, such as NumPy's numbers
+BudgetLike = Number | Sequence[Number]
 
 INT64_MAX = 2**63 - 1
 
@@ -28,12 +29,13 @@ class Budget(NamedTuple):
     def of(cls, value: "BudgetLike | Budget", *, name: str = "budget") -> "Budget":
         """Reads a number, or one number a row. A float stands for the shortest decimal that denotes it."""
         if isinstance(value, Budget):
-            return value
-        if isinstance(value, Tensor):
+            rows: list[Any] = [Fraction(n, d) if d else f"{n}/{d}" for n, d in zip(*value, strict=True)]
+        elif isinstance(value, Tensor):
             raise ValueError(
                 f"{name} is a tensor: its rounding would decide the number of streams; pass Python numbers (x.tolist())"
             )
-        rows = [value] if isinstance(value, (int, float, str, Fraction)) else list(value)
+        else:
+            rows = list(value) if isinstance(value, (list, tuple)) else [value]
         if not rows:
             raise ValueError(f"{name} is empty: give one number, or one for each row")
         exact = [_exact(row, name) for row in rows]
@@ -63,8 +65,7 @@ class Budget(NamedTuple):
         """Caps are int64 on the device; a budget of very many digits would overflow there."""
         if max(self.numerator) * tokens > INT64_MAX:
             raise ValueError(
-                f"{name} has too many digits for {tokens} tokens "
-                f"({max(self.numerator)}/{max(self.denominator)}): round it, e.g. to 4 decimals"
+                f"{name} is too large or has too many digits for {tokens} tokens: round it, e.g. to 4 decimals"
             )
 
     def _columns(self, device: torch.device) -> tuple[int | Tensor, int | Tensor]:
@@ -76,11 +77,11 @@ class Budget(NamedTuple):
         )
 
 
-def _exact(value: int | float | str | Fraction, name: str) -> tuple[int, int]:
+def _exact(value: Any, name: str) -> tuple[int, int]:
     """Numerator and denominator of the decimal that was written."""
     try:
         fraction = Fraction(str(value))
-    except ValueError:
+    except (ValueError, ZeroDivisionError):
         raise ValueError(f"{name} = {value!r} is not a number: give streams per token, e.g. 2 or 1.5") from None
     if fraction < 1:
         raise ValueError(

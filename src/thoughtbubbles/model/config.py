@@ -5,7 +5,7 @@ One class, three settings: plain GPT (no fork layers), copy-N (`copies=N`) and T
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from thoughtbubbles.model.budget import Budget
 
@@ -51,6 +51,9 @@ class ModelConfig:
     """Initial value of a bias in the score heads; none by default."""
 
     def __post_init__(self) -> None:
+        _require(
+            isinstance(self.fork_layers, (tuple, list)), "fork_layers", self.fork_layers, "give a tuple, e.g. (3, 7)"
+        )
         object.__setattr__(self, "fork_layers", tuple(self.fork_layers))
         for name in ("n_layer", "n_head", "width", "vocab_size", "block_size", "copies"):
             _require(
@@ -76,11 +79,12 @@ class ModelConfig:
                 getattr(self, name) in get_args(kind), name, getattr(self, name), f"choose one of {get_args(kind)}"
             )
         self._check_forks()
-        exact = Budget.of(self.budget, name="ModelConfig.budget")
-        _require(exact.rows == 1, "budget", self.budget, "a model has one; give one for each row in the call")
-        exact.check_range(self.block_size, name="ModelConfig.budget")
+        for name in ("gate_qk", "gate_v", "gate_residual"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "give True or False")
+        _require(isinstance(self.budget, (int, float)), "budget", self.budget, "a model has one number, e.g. 2 or 1.5")
+        Budget.of(self.budget, name="ModelConfig.budget").check_range(self.block_size, name="ModelConfig.budget")
         _require(
-            self.score_bias is None or math.isfinite(self.score_bias),
+            self.score_bias is None or (isinstance(self.score_bias, (int, float)) and math.isfinite(self.score_bias)),
             "score_bias",
             self.score_bias,
             "give a finite number, or None for no bias",
@@ -127,8 +131,8 @@ class ModelConfig:
         return self.copies * 2 ** len(self.fork_layers)
 
     @classmethod
-    def named(cls, name: str, **changes: Any) -> "ModelConfig":
-        """A size of `SIZES` in one of its forms, with any field changed.
+    def named(cls, name: str) -> "ModelConfig":
+        """A size of `SIZES` in one of its forms; `dataclasses.replace` changes any field of it.
 
         `150m` is ours (causal selection), `150m-paper` the paper's (block selection), `150m-plain` the baseline without
         forks and `150m-copy-3` the baseline with three copies.
@@ -140,13 +144,11 @@ class ModelConfig:
                 f"no model is named {name!r}: take a size ({', '.join(SIZES)}), "
                 "alone or with -paper, -plain or -copy-N behind it, such as 150m-copy-3"
             )
-        forms: dict[str, dict[str, Any]] = {
-            "": {},
-            "paper": {"selection": "block"},
-            "plain": {"fork_layers": (), "merge": "original"},
-        }
-        form_changes = forms.get(form, {"fork_layers": (), "merge": "original", "copies": int(copies or 1)})
-        return replace(SIZES[size], **{**form_changes, **changes})
+        if form == "":
+            return SIZES[size]
+        if form == "paper":
+            return replace(SIZES[size], selection="block")
+        return replace(SIZES[size], fork_layers=(), merge="original", copies=int(copies or 1))
 
 
 def every_fourth_layer(n_layer: int) -> tuple[int, ...]:

@@ -30,19 +30,22 @@ class Rows(NamedTuple):
     token: Int[Tensor, "B R"]
     n_tokens: int
     most_per_token: int
+    is_mixture: bool
 
 
 def rows_to_decode(
     streams: Streams, merge: Merge, norm: Callable[[Tensor], Tensor], *, n_tokens: int, max_bubble: int
 ) -> Rows:
     if merge == "mixture":
-        return Rows(norm(streams.x), streams.log_score, streams.token, n_tokens, max_bubble)
+        most = min(max_bubble, streams.token.shape[1])
+        return Rows(norm(streams.x), streams.log_score, streams.token, n_tokens, most_per_token=most, is_mixture=True)
     original = originals(streams.token, n_tokens)
     x = streams.x if merge == "original" else _running_average(streams, n_tokens=n_tokens, max_bubble=max_bubble)
     # A padded row has fewer tokens than T; the stand-ins past its end are marked unused.
     tokens = torch.arange(n_tokens, device=original.device)
     token = torch.where(take(streams.token, original) == tokens, tokens, n_tokens)
-    return Rows(norm(take(x, original)), torch.zeros_like(token, dtype=streams.log_score.dtype), token, n_tokens, 1)
+    alone = torch.zeros_like(token, dtype=streams.log_score.dtype)
+    return Rows(norm(take(x, original)), alone, token, n_tokens, most_per_token=1, is_mixture=False)
 
 
 def _running_average(streams: Streams, *, n_tokens: int, max_bubble: int) -> Float[Tensor, "B S D"]:
@@ -58,9 +61,9 @@ def _running_average(streams: Streams, *, n_tokens: int, max_bubble: int) -> Flo
 
 
 def logits(rows: Rows, weight: Float[Tensor, "V D"]) -> Float[Tensor, "B T V"]:
-    """One distribution a token: plain logits for a single row a token, log-probabilities for a mixture of several."""
+    """One distribution a token: plain logits, or the log-probabilities of the mixture. Products follow autocast."""
     every = wide(F.linear(rows.x, weight))
-    if rows.most_per_token == 1 and rows.x.shape[1] == rows.n_tokens:
+    if not rows.is_mixture:
         return every
     start, _ = find_bubbles(rows.token, rows.n_tokens)
     joint = every.log_softmax(-1) + rows.log_score[..., None]

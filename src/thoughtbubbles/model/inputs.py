@@ -32,27 +32,27 @@ def check(
     selection: str | None,
     want: Collection[str],
     trace: bool | str,
-    look_inside: bool,
+    training: bool,
 ) -> Inputs:
     """Ids and targets past a row's length become harmless: id 0, ignored target.
 
-    `look_inside` checks the values of the tensors too, which waits for the device that holds them.
+    The values inside a tensor are looked at too, unless that would make a GPU wait in training or break a graph.
     """
-    if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32) or 0 in ids.shape:
-        raise ValueError(
-            f"ids of shape {tuple(ids.shape)} and {ids.dtype}: give whole numbers (int64) of shape (batch, tokens), "
-            "at least one of each"
-        )
+    _check_whole_numbers("ids", ids)
     batch, n_tokens = ids.shape
     if n_tokens > config.block_size:
         raise ValueError(
             f"ids have {n_tokens} tokens a row, more than block_size = {config.block_size}: "
             "shorten the rows or use a model with a larger block"
         )
-    if targets is not None and targets.shape != ids.shape:
-        raise ValueError(f"targets have shape {tuple(targets.shape)}, ids {tuple(ids.shape)}: they must be alike")
+    if targets is not None:
+        _check_whole_numbers("targets", targets)
+        if targets.shape != ids.shape:
+            raise ValueError(f"targets have shape {tuple(targets.shape)}, ids {tuple(ids.shape)}: they must be alike")
     _check_words(want, trace, has_targets=targets is not None)
     rule = _rule(config, budget, selection, batch)
+
+    look_inside = not torch.compiler.is_compiling() and (ids.device.type == "cpu" or not training)
     row_lengths = _row_lengths(lengths, ids, look_inside)
     padding = torch.arange(n_tokens, device=ids.device) >= row_lengths[:, None]
     ids = ids.long().masked_fill(padding, 0)
@@ -64,9 +64,19 @@ def check(
     return Inputs(ids, targets, row_lengths, rule)
 
 
+def _check_whole_numbers(name: str, values: Tensor) -> None:
+    if not isinstance(values, Tensor):
+        raise ValueError(f"{name} is a {type(values).__name__}: give a tensor, e.g. torch.tensor({name})")
+    if values.ndim != 2 or values.dtype not in (torch.int64, torch.int32) or 0 in values.shape:
+        raise ValueError(
+            f"{name} of shape {tuple(values.shape)} and {values.dtype}: give whole numbers (int64) of shape "
+            "(batch, tokens), at least one of each"
+        )
+
+
 def _check_words(want: Collection[str], trace: bool | str, *, has_targets: bool) -> None:
-    if isinstance(want, str):
-        raise ValueError(f"want = {want!r}: give a tuple of names, such as ({want!r},)")
+    if not isinstance(want, (tuple, list, set, frozenset)):
+        raise ValueError(f"want = {want!r}: give a tuple of names, such as ('log_probs',)")
     for name in want:
         if name not in WANTED:
             raise ValueError(f"want has {name!r}: choose from {WANTED}")
@@ -98,16 +108,20 @@ def _row_lengths(lengths: Tensor | Sequence[int] | None, ids: Tensor, look_insid
     batch, n_tokens = ids.shape
     if lengths is None:
         return torch.full((batch,), n_tokens, device=ids.device)
-    lengths = torch.as_tensor(lengths, dtype=torch.int64)
-    if lengths.shape != (batch,):
-        raise ValueError(f"lengths have shape {tuple(lengths.shape)}: give one number for each of the {batch} rows")
-    if look_inside:
+    look_inside = look_inside or not isinstance(lengths, Tensor)  # Python numbers can always be looked at
+    lengths = torch.as_tensor(lengths)
+    if lengths.shape != (batch,) or lengths.is_floating_point():
+        raise ValueError(
+            f"lengths have shape {tuple(lengths.shape)} and {lengths.dtype}: "
+            f"give one whole number for each of the {batch} rows"
+        )
+    if look_inside and not torch.compiler.is_compiling():
         wrong = [n for n in lengths.tolist() if not 1 <= n <= n_tokens]
         if wrong:
             raise ValueError(
                 f"lengths has {wrong[0]}: each row has from 1 to {n_tokens} tokens here; leave empty rows out"
             )
-    return lengths.to(ids.device)
+    return lengths.to(device=ids.device, dtype=torch.int64)
 
 
 def _check_range(name: str, values: Tensor, vocab_size: int) -> None:

@@ -32,12 +32,12 @@ CHUNK_ROWS = {"cpu": 256, "cuda": 4096}  # at most: little memory, and matrix pr
 def _chunk_rows(hidden: Tensor) -> int:
     """Rows in each of the fewest equal chunks that are small enough."""
     most = CHUNK_ROWS.get(hidden.device.type, CHUNK_ROWS["cuda"])
-    n_chunks = -(-hidden.shape[0] // most)
-    return -(-hidden.shape[0] // n_chunks)
+    n_chunks = max(1, -(-hidden.shape[0] // most))
+    return max(1, -(-hidden.shape[0] // n_chunks))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, accumulated and returned in float32 or wider."""
+    """a @ b in float32 or wider; only the CPU rounds a bfloat16 product on the way."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b).to(wide_dtype(a.dtype))
@@ -48,7 +48,7 @@ class _Chunk:
 
     def __init__(self, hidden: Tensor, weight: Tensor, target: Tensor):
         self.hidden, self.weight = hidden, weight
-        self.target = target.clamp(min=0)[:, None]
+        self.target = torch.where(target == IGNORED, 0, target)[:, None]
         logits = _product(hidden, weight.T)
         at_target = logits.gather(1, self.target)
         largest = logits.amax(dim=1, keepdim=True)
@@ -85,10 +85,11 @@ def mean_loss(
     without them every row is a token of its own.
     """
     alone = torch.arange(hidden.shape[0], device=hidden.device)
+    score_dtype = wide_dtype(hidden.dtype)
     loss, *_ = _mean_loss(
         hidden,
         weight,
-        hidden.new_zeros(hidden.shape[0], dtype=wide_dtype(hidden.dtype)) if log_score is None else log_score,
+        hidden.new_zeros(hidden.shape[0], dtype=score_dtype) if log_score is None else log_score.to(score_dtype),
         target,
         alone if start is None else start,
         alone if end is None else end,
@@ -109,7 +110,9 @@ def row_log_prob(
 def _product_dtype(hidden: Tensor) -> torch.dtype:
     """Matrix products follow autocast; sums, exponentials and gradients of the weight stay in float32 or wider."""
     kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:  # which autocast leaves alone everywhere
+        return torch.get_autocast_dtype(kind)
+    return hidden.dtype
 
 
 @torch.library.custom_op("thoughtbubbles::mean_loss", mutates_args=())
@@ -123,21 +126,25 @@ def _mean_loss(
     max_bubble: int,
     dtype: torch.dtype,
     with_gradients: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss, 1 / number of real targets, and the gradients of the *sum* for rows, weight and scores (if wanted)."""
     n_rows, chunk_rows = hidden.shape[0], _chunk_rows(hidden)
-    score_dtype = log_score.dtype
-    hidden_grad = torch.zeros_like(hidden, dtype=score_dtype) if with_gradients else hidden.new_empty(0)
-    weight_grad = torch.zeros_like(weight, dtype=score_dtype) if with_gradients else weight.new_empty(0)
-    score_grad = torch.zeros_like(log_score) if with_gradients else log_score.new_empty(0)
+    if hidden.device.type == "cpu":  # where looking costs no wait
+        max_bubble = min(max_bubble, int((end - start).max()) + 1) if n_rows else 1
+    hidden_grad, weight_grad, score_grad = (
+        torch.zeros_like(x, dtype=log_score.dtype) if with_gradients else log_score.new_empty(0)
+        for x in (hidden, weight, log_score)
+    )
     hidden_narrow, weight_narrow = hidden.to(dtype), weight.to(dtype)
     real = target != IGNORED
-    one_share = 1 / ((real & (end == torch.arange(n_rows, device=end.device))).sum().clamp(min=1)).to(score_dtype)
-    loss = torch.zeros((), dtype=score_dtype, device=hidden.device)
+    originals = end == torch.arange(n_rows, device=end.device)
+    one_share = 1 / (real & originals).sum().clamp(min=1).to(log_score.dtype)
+    total = log_score.new_zeros(())
 
     # A chunk begins where the bubble of its first row begins, and ends where the next chunk begins. These cuts stay on
     # the device, so a chunk has room for the longest bubble that it may have to finish, and masks what it does not own.
     cuts = torch.cat([start[::chunk_rows], start.new_full((1,), n_rows)])
-    offsets = torch.arange(chunk_rows + max_bubble - 1, device=start.device)
+    offsets = torch.arange(min(chunk_rows + max_bubble - 1, n_rows), device=start.device)
     for cut, next_cut in pairwise(cuts):
         rows = (cut + offsets).clamp(max=n_rows - 1)
         owned = cut + offsets < next_cut
@@ -150,38 +157,39 @@ def _mean_loss(
         prior_total = bubble_scan(prior, first, torch.logaddexp, max_bubble=max_bubble)[last]
         joint_total = bubble_scan(joint, first, torch.logaddexp, max_bubble=max_bubble)[last]
         counts = owned & real[rows]
-        loss += torch.where(counts & (end[rows] == rows), prior_total - joint_total, 0).sum() * one_share
+        total += torch.where(counts & originals[rows], prior_total - joint_total, 0).sum()
         if with_gradients:
-            responsibility = torch.where(counts, (joint - joint_total).exp() * one_share, 0)
-            prior_weight = torch.where(counts, (prior - prior_total).exp() * one_share, 0)
+            responsibility = torch.where(counts, (joint - joint_total).exp(), 0)
+            prior_weight = torch.where(counts, (prior - prior_total).exp(), 0)
             hidden_grad.index_add_(0, rows, chunk.pull_back(-responsibility, weight_grad))
             score_grad.index_add_(0, rows, prior_weight - responsibility)
         del chunk  # before the next one is made: only one buffer at a time
-    return loss, hidden_grad.to(hidden.dtype), weight_grad.to(weight.dtype), score_grad
+    return total * one_share, one_share, hidden_grad, weight_grad, score_grad
 
 
 @_mean_loss.register_fake
 def _(hidden, weight, log_score, target, start, end, max_bubble, dtype, with_gradients):  # type: ignore[no-untyped-def]
     return (
         log_score.new_empty(()),
-        torch.empty_like(hidden) if with_gradients else hidden.new_empty(0),
-        torch.empty_like(weight) if with_gradients else weight.new_empty(0),
-        torch.empty_like(log_score) if with_gradients else log_score.new_empty(0),
+        log_score.new_empty(()),
+        *(
+            torch.empty_like(x, dtype=log_score.dtype) if with_gradients else log_score.new_empty(0)
+            for x in (hidden, weight, log_score)
+        ),
     )
 
 
 def _keep_gradients(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.dtypes = [x.dtype for x in inputs[:3]]
     ctx.save_for_backward(*output[1:])
 
 
 def _scale_gradients(ctx, upstream, *_):  # type: ignore[no-untyped-def]
-    hidden_grad, weight_grad, score_grad = ctx.saved_tensors
-    return (
-        hidden_grad * upstream.to(hidden_grad.dtype),
-        weight_grad * upstream.to(weight_grad.dtype),
-        score_grad * upstream,
-        *(None,) * 6,
-    )
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("mean_loss has no second derivative: its gradients are made ahead, as constants")
+    one_share, *grads = ctx.saved_tensors
+    factor = upstream * one_share
+    return *((grad * factor).to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), *(None,) * 6
 
 
 _mean_loss.register_autograd(_scale_gradients, setup_context=_keep_gradients)

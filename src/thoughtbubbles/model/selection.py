@@ -102,8 +102,8 @@ def ranks(
     """How many candidates with a larger key each one has among the tokens up to its own, and in its own token.
 
     In the order of keys, largest first, these are the entries before it whose token is ≤ its own, or equal to it. They
-    are counted pair by pair within short runs, and from a running table of tokens for all runs before: time and memory
-    are nearly linear in C, where comparing all pairs would take C².
+    are counted pair by pair within short runs, and from a running table of tokens for all runs before. That takes time
+    and memory of C · (64 + T/64), where comparing all pairs would take C².
     """
     order = key.argsort(dim=-1, descending=True)
     padding = -key.shape[1] % RUN

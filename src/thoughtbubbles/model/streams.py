@@ -63,8 +63,9 @@ def streams_up_to(token: Int[Tensor, "B S"], n_tokens: int) -> Int[Tensor, "B T"
 
 def find_bubbles(token: Int[Tensor, "B S"], n_tokens: int) -> Bubbles:
     own = token.clamp(max=n_tokens - 1)
-    end = take(streams_up_to(token, n_tokens), own) - 1
-    start = end + 1 - take(bubble_sizes(token, n_tokens), own)
+    sizes = bubble_sizes(token, n_tokens)
+    end = take(sizes.cumsum(1), own) - 1
+    start = end + 1 - take(sizes, own)
     used = token < n_tokens
     return Bubbles(torch.where(used, start, slots(token)), torch.where(used, end, slots(token)))
 
