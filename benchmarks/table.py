@@ -51,12 +51,28 @@ def selection_table() -> str:
             f"| {record['machine']} | {record['rows']} | {kind} | {' | '.join(shown)} | "
             f"{time['causal rule alone']:.2f} ms | {record['share_of_forward']:.1%} |"
         )
-    return "\n".join([*lines, "", *(f"- {record['machine']}: {source(record)}" for record in found)])
+    behaviour = [
+        f"- {record['machine']}, {'compiled' if record['compiled'] else 'eager'}: {source(record)}. Causal selection used "
+        f"{record['budget_used']:.1%} of the budget; with bfloat16 products "
+        f"{record['decisions_that_differ_in_bfloat16']:.1%} of decisions differ from float32, and the loss by "
+        f"{abs(record['loss_difference_in_bfloat16']):.1e} (random weights)."
+        for record in found
+    ]
+    return "\n".join([*lines, "", *behaviour])
+
+
+def memory_table() -> str:
+    lines = ["| machine | model | rows | predicted | measured |", "| --- | --- | --- | --- | --- |"]
+    for record in records("memory"):
+        for case in record["cases"]:
+            sizes = f"{case['predicted_GiB']:.2f} GiB | {case['measured_GiB']:.2f} GiB"
+            lines.append(f"| {record['machine']} | {case['model']} | {case['rows']} | {sizes} |")
+    return "\n".join([*lines, "", *(f"- {record['machine']}: {source(record)}" for record in records("memory"))])
 
 
 def page() -> str:
     text = PAGE.read_text(encoding="utf-8")
-    for name, table in {"loss": loss_table(), "selection": selection_table()}.items():
+    for name, table in {"loss": loss_table(), "selection": selection_table(), "memory": memory_table()}.items():
         marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         assert marked.search(text), f"{PAGE} has no markers for {name}"
         text = marked.sub(lambda match, table=table: f"{match[1]}{table}\n{match[2]}", text)  # type: ignore[misc]
