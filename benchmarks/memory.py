@@ -30,9 +30,10 @@ def measure(name: str, changes: dict[str, Any], rows: int) -> dict[str, Any]:
     ids = torch.randint(config.vocab_size, (rows, config.block_size), device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
         model(ids[:1], targets=ids[:1]).loss.backward()  # libraries set up their workspaces
-        model.zero_grad()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+    model.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", torch.bfloat16):  # anew: the bfloat16 copies of the weights count
         output = model(ids, targets=ids)
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before

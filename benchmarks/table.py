@@ -52,8 +52,8 @@ def selection_table() -> str:
             f"{time['causal rule alone']:.2f} ms | {record['share_of_forward']:.1%} |"
         )
     behaviour = [
-        f"- {record['machine']}, {'compiled' if record['compiled'] else 'eager'}: {source(record)}. Causal selection used "
-        f"{record['budget_used']:.1%} of the budget; with bfloat16 products "
+        f"- {record['machine']}, {'compiled' if record['compiled'] else 'eager'}: {source(record)}. "
+        f"Causal selection used {record['budget_used']:.1%} of the budget; with bfloat16 products "
         f"{record['decisions_that_differ_in_bfloat16']:.1%} of decisions differ from float32, and the loss by "
         f"{abs(record['loss_difference_in_bfloat16']):.1e} (random weights)."
         for record in found

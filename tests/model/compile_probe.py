@@ -80,12 +80,12 @@ def no_new_graph() -> None:
     assert len(graphs) == 1, f"{len(graphs)} graphs"
 
 
-def low_scores_in_bfloat16() -> None:
+def low_scores_in_bfloat16(device: str = "cpu") -> None:
     """A log score near −57 needs more bits than bfloat16 has; compiled code must not round them away."""
     torch.manual_seed(0)
-    q, k = (torch.zeros(1, 1, 40, 64, dtype=torch.bfloat16) for _ in range(2))
-    v = torch.randn(1, 1, 40, 64, dtype=torch.bfloat16)
-    bias = (-55 - 5 * torch.rand(1, 40)).requires_grad_()
+    q, k = (torch.zeros(1, 1, 40, 64, dtype=torch.bfloat16, device=device) for _ in range(2))
+    v = torch.randn(1, 1, 40, 64, dtype=torch.bfloat16, device=device)
+    bias = (-55 - 5 * torch.rand(1, 40, device=device)).requires_grad_()
     exact, _ = reference_attention(q.double(), k.double(), v.double(), Attenuation(bias.double()))
     (expected,) = torch.autograd.grad(exact.square().sum(), bias)
     fused, _ = torch.compile(fused_attention, fullgraph=True)(q, k, v, Attenuation(bias))
@@ -98,6 +98,7 @@ CHECKS = {
     "one graph": lambda: same_numbers("aot_eager"),
     "generated code": lambda: same_numbers("inductor"),
     "low scores in bfloat16": low_scores_in_bfloat16,
+    "low scores in bfloat16 on a GPU": lambda: low_scores_in_bfloat16("cuda"),
     "every way to call": every_way_to_call,
     "autocast": autocast,
     "no new graph": no_new_graph,

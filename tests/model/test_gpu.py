@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,6 +131,12 @@ for run in (model, torch.compile(model, fullgraph=True)):
 assert abs(a - b) < 1e-4, (a, b)
 assert (g - h).norm() / g.norm() < 1e-2, (g - h).norm() / g.norm()
 """
+
+
+def test_compiled_code_keeps_low_scores_in_bfloat16():
+    probe = Path(__file__).with_name("compile_probe.py")
+    run = subprocess.run([sys.executable, probe, "low scores in bfloat16 on a GPU"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
 
 
 @pytest.mark.parametrize("case", [("causal", "mixture", 4), ("block", "residual", 64)], ids=str)
