@@ -2,12 +2,14 @@
 
     python benchmarks/loss.py                    4096 rows × width 256 × vocabulary 50304, float32 on the CPU
     python benchmarks/loss.py --device cuda      the same in bfloat16 products on a GPU, larger sizes too
+    python benchmarks/loss.py --chunk-rows 256 1024    with other chunks than the default
 
 Loss and gradients of both forms are compared first, on the same inputs. `mixture` has bubbles of 1 to 8 rows a token.
 """
 
 import argparse
 import contextlib
+import itertools
 from pathlib import Path
 
 import torch
@@ -15,7 +17,7 @@ import torch.nn.functional as F
 from common import extra_peak_bytes, seconds, write_results
 from torch import Tensor
 
-from thoughtbubbles.model.loss import mean_loss
+from thoughtbubbles.model.loss import CHUNK_ROWS, mean_loss
 from thoughtbubbles.model.streams import bubble_scan
 
 MAX_BUBBLE = 8
@@ -98,6 +100,7 @@ def measure(
         "rows": rows,
         "width": width,
         "vocabulary": vocabulary,
+        "chunk_rows": CHUNK_ROWS[device],
         "relative_error": error,
         "extra_peak_MB": round(memory["ours"] / 1e6, 1),
         "dense_extra_peak_MB": round(memory["dense"] / 1e6, 1),
@@ -111,21 +114,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--chunk-rows", type=int, nargs="+", help="most rows in a chunk (default: the device's)")
     parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
     args = parser.parse_args()
     sizes = [(4096, 256, 50304)] + ([(32768, 768, 50304)] if args.device == "cuda" else [])
+    chunks = args.chunk_rows or [CHUNK_ROWS[args.device]]
     found = []
-    for size in sizes:
-        for bubbles in (False, True):
-            row = measure(*size, bubbles=bubbles, device=args.device, repeats=args.repeats)
-            found.append(row)
-            print(
-                f"{row['merge']:>16} {size}: "
-                f"extra peak {row['extra_peak_MB']} MB (dense {row['dense_extra_peak_MB']}), "
-                f"{row['milliseconds']} ms (dense {row['dense_milliseconds']}), ratio {row['time_ratio']}",
-                flush=True,
-            )
-    print("written to", write_results("loss", args.device, {"cases": found}, to=args.out))
+    for size, bubbles, CHUNK_ROWS[args.device] in itertools.product(sizes, (False, True), chunks):
+        row = measure(*size, bubbles=bubbles, device=args.device, repeats=args.repeats)
+        found.append(row)
+        print(
+            f"{row['merge']:>16} {size}, chunks of {row['chunk_rows']}: "
+            f"extra peak {row['extra_peak_MB']} MB (dense {row['dense_extra_peak_MB']}), "
+            f"{row['milliseconds']} ms (dense {row['dense_milliseconds']}), ratio {row['time_ratio']}",
+            flush=True,
+        )
+    name = "loss-chunks" if args.chunk_rows else "loss"
+    print("written to", write_results(name, args.device, {"cases": found}, to=args.out))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def _same_start() -> Iterator[None]:
 
 @pytest.fixture
 def no_shape_checks() -> Iterator[None]:
-    """torch.compile cannot trace the checks; without the import hook they do not exist."""
+    """For tests of our own errors: a user has no shape checks, which would speak up first here."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

@@ -18,7 +18,9 @@ SAME_ROW = 1e-10  # float64: a row alone and in a padded batch, a prefix alone a
 SAME_ROW_FLOAT32 = 1e-4
 EDGE_FLOAT32 = 1e-5  # how near to an edge of the rounding a log score must lie for noise to flip a decision
 SAME_FUNCTION = 1e-12  # float64: two ways to compute one formula
-SAME_FUNCTION_FLOAT32 = 2e-5
+SAME_FUNCTION_FLOAT32 = 2e-5  # also compiled against eager: code generation may reorder sums
+BFLOAT16 = 1e-2  # relative error of a result with bfloat16 operands, against float64
+BFLOAT16_GRADIENT = 3e-2  # of a gradient that has gone through bfloat16 outputs too
 
 
 def named(name: str, **changes: Any) -> ModelConfig:
@@ -70,14 +72,14 @@ def ask_oracle(
     return result, weights
 
 
-def hangs_on_an_edge(ours: ForkRecord, theirs: ForkRecord, *, tolerance: float) -> bool:
+def hangs_on_an_edge(ours: ForkRecord, theirs: ForkRecord, *, candidates: int, tolerance: float) -> bool:
     """Whether two runs decided differently only because a log score lies on an edge of the rounding to 1/4096.
 
     Selection is discrete, so noise of the last bits can flip a decision there, and only there. The records are those of
-    the first fork layer that differs; what follows from a flipped decision is not looked at.
+    the first fork layer that differs, `candidates` those that both runs have; what follows from a flipped decision is
+    not looked at.
     """
-    shared = min(ours.log_score.shape[1], theirs.log_score.shape[1])
-    a, b = ours.log_score[:, :shared] * 4096, theirs.log_score[:, :shared] * 4096
+    a, b = ours.log_score[:, :candidates] * 4096, theirs.log_score[:, :candidates] * 4096
     flipped = a.round() != b.round()
     to_edge = ((a - a.floor()) - 0.5).abs() / 4096
     return bool(flipped.any()) and bool((to_edge[flipped] < tolerance).all())

@@ -1,19 +1,19 @@
 """The checks of test_compile.py, as a program of its own: torch.compile cannot trace the shape checks of the test run.
 
-python compile_probe.py CHECK exits 0 if the check holds.
+In the folder of the tests, python -m model.compile_probe CHECK exits 0 if the check holds.
 """
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 import torch
 
+from helpers import BFLOAT16, BFLOAT16_GRADIENT, SAME_FUNCTION_FLOAT32, SAME_ROW_FLOAT32, named
 from thoughtbubbles.model.attention import Attenuation, fused_attention, reference_attention
+from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-TOLERANCE = 2e-5  # float32: code generation may reorder sums
 FORMS: dict[str, dict[str, Any]] = {
     "nano": {},
     "nano-paper": {"merge": "residual"},
@@ -25,7 +25,7 @@ FORMS: dict[str, dict[str, Any]] = {
 def make(name: str, **changes: Any) -> tuple[Thoughtbubbles, torch.Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Thoughtbubbles(replace(ModelConfig.named(name), **changes))
+    model = Thoughtbubbles(named(name, **changes))
     return model, torch.randint(model.config.vocab_size, (2, 32))
 
 
@@ -40,14 +40,21 @@ def same_numbers(backend: str) -> None:
             out.loss.backward()
             results.append((out.loss, out.log_probs, *(p.grad for p in model.parameters())))
         for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(a, b, atol=TOLERANCE, rtol=TOLERANCE)
+            torch.testing.assert_close(a, b, atol=SAME_FUNCTION_FLOAT32, rtol=SAME_FUNCTION_FLOAT32)
 
 
 def every_way_to_call() -> None:
     model, ids = make("nano")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     lengths = torch.tensor([32, 7])
-    calls = [{"budget": 1.5}, {"budget": [1, 1.15]}, {"selection": "block"}, {"want": ("token_nll",)}, {"trace": True}]
+    calls = [
+        {"budget": 1.5},
+        {"budget": [1, 1.15]},
+        {"budget": Budget.of("1.25")},
+        {"selection": "block"},
+        {"want": ("token_nll",)},
+        {"trace": True},
+    ]
     for call in calls:
         a, b = (run(ids, targets=ids, lengths=lengths, **call).loss for run in (model, compiled))
         torch.testing.assert_close(a, b)
@@ -90,14 +97,34 @@ def low_scores_in_bfloat16(device: str = "cpu") -> None:
     (expected,) = torch.autograd.grad(exact.square().sum(), bias)
     fused, _ = torch.compile(fused_attention, fullgraph=True)(q, k, v, Attenuation(bias))
     (found,) = torch.autograd.grad(fused.square().sum(), bias)
-    assert (fused - exact).norm() / exact.norm() < 1e-2
-    assert (found - expected).norm() / expected.norm() < 3e-2
+    assert (fused - exact).norm() / exact.norm() < BFLOAT16
+    assert (found - expected).norm() / expected.norm() < BFLOAT16_GRADIENT
+
+
+def same_numbers_on_a_gpu() -> None:
+    """At the shapes of training: 512 tokens, few rows and many. Kernels differ, so float32 results do a little."""
+    for rows, changes in ((4, {}), (64, {"selection": "block", "merge": "residual"})):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        shape = {"n_layer": 4, "n_head": 2, "width": 128, "vocab_size": 1024, "fork_layers": (1, 2, 3)}
+        model = Thoughtbubbles(ModelConfig(**{**shape, **changes})).cuda()
+        ids = torch.randint(1024, (rows, 512), device="cuda")
+        found = []
+        for run in (model, torch.compile(model, fullgraph=True)):
+            model.zero_grad()
+            loss = run(ids, targets=ids.roll(-1, 1)).loss
+            loss.backward()
+            found.append((loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])))
+        (a, g), (b, h) = found
+        assert abs(a - b) < SAME_ROW_FLOAT32, (a, b)
+        assert (g - h).norm() / g.norm() < BFLOAT16, (g - h).norm() / g.norm()
 
 
 CHECKS = {
     "one graph": lambda: same_numbers("aot_eager"),
     "generated code": lambda: same_numbers("inductor"),
     "low scores in bfloat16": low_scores_in_bfloat16,
+    "generated code on a GPU": same_numbers_on_a_gpu,
     "low scores in bfloat16 on a GPU": lambda: low_scores_in_bfloat16("cuda"),
     "every way to call": every_way_to_call,
     "autocast": autocast,

@@ -6,6 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+
+def run_probe(check: str) -> None:
+    command = [sys.executable, "-m", "model.compile_probe", check]
+    run = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="generated code needs a C++ compiler"
@@ -24,6 +32,11 @@ needs_compiler = pytest.mark.skipif(
     ],
 )
 def test_compile(check):
-    probe = Path(__file__).with_name("compile_probe.py")
-    run = subprocess.run([sys.executable, probe, check], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_probe(check)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("check", ["generated code on a GPU", "low scores in bfloat16 on a GPU"])
+def test_compile_on_a_gpu(check):
+    run_probe(check)

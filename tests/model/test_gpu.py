@@ -1,14 +1,10 @@
 """What only a GPU can show: the CPU's decisions, the flash kernel in bfloat16, no waiting, the same bits twice."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from helpers import ORACLE_OUTPUT, lively_model, random_ids, small_config
+from helpers import BFLOAT16, ORACLE_OUTPUT, lively_model, random_ids, small_config
 from thoughtbubbles.model.attention import Attenuation, fused_attention, reference_attention
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -56,7 +52,7 @@ def test_fused_attention_in_bfloat16_on_the_flash_kernel(head, streams):
     expected, _ = reference_attention(*exact[:3], by(exact[3]))
     expected_grads = torch.autograd.grad(expected, exact, upstream.double())
     for ours, theirs in zip((out, *grads), (expected, *expected_grads), strict=True):
-        assert (ours.double() - theirs).norm() / theirs.norm() < 1e-2
+        assert (ours.double() - theirs).norm() / theirs.norm() < BFLOAT16
 
 
 def training_model(**changes) -> tuple[Thoughtbubbles, torch.Tensor]:
@@ -109,38 +105,3 @@ def test_bfloat16_against_float32(merge):
     ours = torch.cat([g.flatten() for g in rounded[1:]])
     theirs = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert torch.cosine_similarity(ours, theirs, dim=0) > 0.99
-
-
-COMPILED = """
-import sys
-import torch
-from thoughtbubbles import ModelConfig, Thoughtbubbles
-torch.manual_seed(0)
-selection, merge, rows = sys.argv[1], sys.argv[2], int(sys.argv[3])
-config = ModelConfig(
-    n_layer=4, n_head=2, width=128, vocab_size=1024, fork_layers=(1, 2, 3), selection=selection, merge=merge
-)
-model, ids = Thoughtbubbles(config).cuda(), torch.randint(1024, (rows, 512), device="cuda")
-found = []
-for run in (model, torch.compile(model, fullgraph=True)):
-    model.zero_grad()
-    loss = run(ids, targets=ids.roll(-1, 1)).loss
-    loss.backward()
-    found.append((loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])))
-(a, g), (b, h) = found
-assert abs(a - b) < 1e-4, (a, b)
-assert (g - h).norm() / g.norm() < 1e-2, (g - h).norm() / g.norm()
-"""
-
-
-def test_compiled_code_keeps_low_scores_in_bfloat16():
-    probe = Path(__file__).with_name("compile_probe.py")
-    run = subprocess.run([sys.executable, probe, "low scores in bfloat16 on a GPU"], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-
-
-@pytest.mark.parametrize("case", [("causal", "mixture", 4), ("block", "residual", 64)], ids=str)
-def test_compiled_equals_eager(case):
-    """In a process of its own: the compiler cannot trace the shape checks of the test run."""
-    run = subprocess.run([sys.executable, "-c", COMPILED, *map(str, case)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]

@@ -212,7 +212,7 @@ def test_initial_weights():
     ],
 )
 @pytest.mark.usefixtures("no_shape_checks")
-def test_mistakes_at_the_door(call, message, monkeypatch):
+def test_mistakes_at_the_door(call, message):
     model = lively_model(small_config())
 
     def no_work(*_):
