@@ -1,7 +1,7 @@
-"""Writes the tables of docs/index.md from the files in benchmarks/results, between the markers that name them.
+"""Writes the tables of the docs from the files in benchmarks/results, between the markers that name them.
 
-python benchmarks/table.py            rewrite the page
-python benchmarks/table.py --check    exit 1 if the page is not what would be written
+python benchmarks/table.py            rewrite the pages
+python benchmarks/table.py --check    exit 1 if a page is not what would be written
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 from common import RESULTS
 
-PAGE = RESULTS.parents[1] / "docs" / "index.md"
+DOCS = RESULTS.parents[1] / "docs"
 
 
 def records(benchmark: str) -> list[dict[str, Any]]:
@@ -70,17 +70,39 @@ def memory_table() -> str:
     return "\n".join([*lines, "", *(f"- {record['machine']}: {source(record)}" for record in records("memory"))])
 
 
-def page() -> str:
-    text = PAGE.read_text(encoding="utf-8")
-    for name, table in {"loss": loss_table(), "selection": selection_table(), "memory": memory_table()}.items():
+def chunks_table() -> str:
+    lines = [
+        "| rows × width × vocabulary | rows a chunk | extra peak | time / dense form: one row a token | mixture |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    found = records("loss-chunks")
+    for record in found:
+        cases = {(case["rows"], case["chunk_rows"], case["merge"]): case for case in record["cases"]}
+        for rows, chunk in sorted({key[:2] for key in cases}):
+            single, mixture = cases[rows, chunk, "one row a token"], cases[rows, chunk, "mixture"]
+            size = f"{rows} × {single['width']} × {single['vocabulary']}"
+            times = f"{single['time_ratio']:.2f}× | {mixture['time_ratio']:.2f}×"
+            lines.append(f"| {size} | {chunk} | {single['extra_peak_MB']:.0f} MB | {times} |")
+    return "\n".join([*lines, "", *(f"- {record['machine']}: {source(record)}" for record in found)])
+
+
+TABLES = {
+    DOCS / "index.md": {"loss": loss_table, "selection": selection_table, "memory": memory_table},
+    DOCS / "log.md": {"loss-chunks": chunks_table},
+}
+
+
+def written(page: Path) -> str:
+    text = page.read_text(encoding="utf-8")
+    for name, table in TABLES[page].items():
         marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        assert marked.search(text), f"{PAGE} has no markers for {name}"
-        text = marked.sub(lambda match, table=table: f"{match[1]}{table}\n{match[2]}", text)  # type: ignore[misc]
+        assert marked.search(text), f"{page} has no markers for {name}"
+        text = marked.sub(lambda match, table=table: f"{match[1]}{table()}\n{match[2]}", text)  # type: ignore[misc]
     return text
 
 
 if __name__ == "__main__":
-    written = page()
     if sys.argv[1:] == ["--check"]:
-        sys.exit(PAGE.read_text(encoding="utf-8") != written)
-    Path(PAGE).write_text(written, encoding="utf-8")
+        sys.exit(any(page.read_text(encoding="utf-8") != written(page) for page in TABLES))
+    for page in TABLES:
+        page.write_text(written(page), encoding="utf-8")
