@@ -1,3 +1,4 @@
+# make demo      train a small model with bubbles and a plain one side by side (minutes on two cores)
 # make test      the core suite: all that a change must pass (a few minutes on two cores)
 # make test-all  that, and what is slow or heavy
 # make check     format, lint, types, import order
@@ -6,11 +7,16 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+CORE := .venv/.core
 READY := .venv/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # One worker a core; PYTEST_ARGS="-k loss" narrows a run down.
 PYTEST := $(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
 
-.PHONY: test test-all check format clean
+.PHONY: demo test test-all check format clean
+
+demo: $(CORE)
+	$(BIN)/python -m thoughtbubbles.recipes.demo
 
 test: $(READY)
 	$(PYTEST) -m "not slow"
@@ -29,13 +35,18 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 # torch first and by itself: under the constraint pip takes one build of it, and nothing installed later replaces that.
-$(READY): pyproject.toml constraints.txt
+$(CORE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Thoughtbubbles needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch numpy
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	@echo "Setting up .venv (a minute or two, once)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) torch numpy
+	@$(PIP) --editable '.[analysis]'
+	@touch $@
+
+$(READY): $(CORE)
+	@$(PIP) --editable '.[dev]'
+	@touch $@
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

@@ -24,6 +24,10 @@ LEVEL = {
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+# The one exception: `Thoughtbubbles.load` asks the room that knows the form on disk, when it is called.
+DOOR = (PACKAGE / "model" / "transformer.py", "thoughtbubbles.checkpoint.load_model")
+
+
 def imported(path: Path) -> set[str]:
     """Full names of everything a file imports, inside functions too."""
     names = set()
@@ -48,6 +52,8 @@ def test_left_never_imports_right(path):
     assert here in LEVEL, f"{path}: a new room needs its place in this table"
     for name in imported(path):
         parts = name.split(".")
+        if (path, name) == DOOR:
+            continue
         if parts[0] == "thoughtbubbles" and len(parts) > 1 and parts[1] in LEVEL and parts[1] != here:
             assert LEVEL[parts[1]] < LEVEL[here], f"{path} imports {name}"
 
@@ -55,7 +61,7 @@ def test_left_never_imports_right(path):
 @pytest.mark.parametrize("path", sorted((PACKAGE / "model").rglob("*.py")), ids=lambda path: path.name)
 def test_the_model_room_stands_on_torch_alone(path):
     allowed = {"torch", "jaxtyping", *sys.stdlib_module_names}
-    outside = {name for name in imported(path) if name.split(".")[0] not in allowed}
+    outside = {name for name in imported(path) if name.split(".")[0] not in allowed and (path, name) != DOOR}
     assert all(name.startswith("thoughtbubbles.model") for name in outside), outside
 
 

@@ -1,5 +1,6 @@
 """The `thoughtbubbles` command: a table from verbs to functions. Each verb imports what it needs when it is called."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -100,12 +101,76 @@ def _spans(streams: Sequence[int]) -> list[tuple[str, int]]:
     return [(f"{a}–{b}" if a < b else str(a), streams[a]) for a, b in zip(starts, ends, strict=True)]
 
 
+TRAIN_USAGE = """\
+usage: thoughtbubbles train RECIPE [--resume] [--dry-run] [--FIELD VALUE …]
+       thoughtbubbles train --list
+       torchrun --nproc-per-node N -m thoughtbubbles train RECIPE …
+
+  --list             all recipes, with parameters, tokens and expected FLOPs
+  RECIPE --help      every field of the run that can be changed, with its value
+  --resume           go on from the newest whole checkpoint of the run's folder (start there is none)
+  --dry-run          build the model, take one step at reduced size, print the resolved config
+  --init-from DIR    start from the weights of a model, checkpoint or run
+
+for example: thoughtbubbles train tiny --optim.lr 1e-3 --out runs/first"""
+
+
+def train(arguments: Sequence[str]) -> None:
+    """Trains a recipe; the fields of its RunConfig are options."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(TRAIN_USAGE)
+        return
+    from thoughtbubbles.recipes import recipe
+    from thoughtbubbles.recipes.table import dry_run as take_one_step
+    from thoughtbubbles.recipes.table import show_recipes
+    from thoughtbubbles.train.config import RunConfig
+    from thoughtbubbles.train.loop import train as run_training
+
+    if "--list" in arguments:
+        show_recipes()
+        return
+    name, *rest = arguments
+    default = recipe(name)
+
+    def run(
+        config: Annotated[RunConfig, tyro.conf.arg(name="")] = default, *, resume: bool = False, dry_run: bool = False
+    ) -> None:
+        """Train this recipe.
+
+        Args:
+            config: The run.
+            resume: Go on from the newest whole checkpoint of the run's folder.
+            dry_run: Build the model, take one step at reduced size, and print the resolved config.
+        """
+        if dry_run:
+            take_one_step(config)
+            return
+        result = run_training(config, resume=resume)
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"{'finished' if result.finished else 'stopped'}: {result.checkpoint}")
+
+    tyro.cli(run, prog=f"thoughtbubbles train {name}", args=rest)
+
+
+def prepare(arguments: Sequence[str]) -> None:
+    from thoughtbubbles.data.prepare import prepare as run
+
+    tyro.cli(run, prog="thoughtbubbles prepare", args=arguments)
+
+
 class Verb(NamedTuple):
-    run: Callable[..., None]
+    run: Callable[[Sequence[str]], None]
     summary: str
 
 
-VERBS = {"inspect": Verb(inspect, "what a model costs: parameters, FLOPs, streams, memory")}
+VERBS = {
+    "inspect": Verb(
+        lambda arguments: tyro.cli(inspect, prog="thoughtbubbles inspect", args=arguments),
+        "what a model costs: parameters, FLOPs, streams, memory",
+    ),
+    "prepare": Verb(prepare, "text, chats and questions to shards of tokens"),
+    "train": Verb(train, "pretrain, mid-train or fine-tune, on one device or many"),
+}
 
 USAGE = f"""\
 usage: thoughtbubbles VERB …
@@ -115,7 +180,7 @@ usage: thoughtbubbles VERB …
   thoughtbubbles VERB --help    what a verb takes
   thoughtbubbles --version
 
-for example: thoughtbubbles inspect 150m"""
+for example: thoughtbubbles train tiny"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -131,6 +196,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"thoughtbubbles: no verb {name!r}; choose from: {', '.join(VERBS)} (thoughtbubbles --help)")
 
     try:
-        tyro.cli(VERBS[name].run, prog=f"thoughtbubbles {name}", args=rest)
+        VERBS[name].run(rest)
     except ValueError as error:  # a user's mistake: the message says it all
         sys.exit(f"thoughtbubbles {name}: {error}")

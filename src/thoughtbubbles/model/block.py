@@ -23,12 +23,20 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+class Norm(nn.LayerNorm):
+    """LayerNorm in the streams' own dtype, whatever its weights are held in (bfloat16 in a sharded model)."""
+
+    def forward(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S D"]:
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
 class Block(nn.Module):
     def __init__(self, width: int, n_head: int):
         super().__init__()
-        self.attention_norm = nn.LayerNorm(width)
+        self.attention_norm = Norm(width)
         self.attention = Attention(width, n_head)
-        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_norm = Norm(width)
         self.mlp = MLP(width)
 
     def forward(

@@ -8,6 +8,7 @@ Streams → merge per bubble → (B,T) predictions
 
 import math
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -80,6 +81,13 @@ class Thoughtbubbles(nn.Module):
                     nn.init.constant_(module.bias, module.initial_bias or 0.0)
             elif isinstance(module, ForkLayer):
                 nn.init.normal_(module.embedding, std=1 / math.sqrt(self.config.width))
+
+    @classmethod
+    def load(cls, folder: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = None) -> "Thoughtbubbles":
+        """Opens a saved model: its folder, a checkpoint, or a whole training run (its newest checkpoint)."""
+        from thoughtbubbles.checkpoint import load_model  # the form on disk is that file's business
+
+        return load_model(folder, device=device, dtype=dtype)
 
     def forward(
         self,

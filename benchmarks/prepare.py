@@ -1,0 +1,157 @@
+"""Preparation of text against tiktoken alone: throughput for 1, 2, … processes, and memory.
+
+    python benchmarks/prepare.py                          the source files of Python's standard library as documents
+    python benchmarks/prepare.py --source texts.jsonl     records with a field "text", e.g. of a real corpus
+    python benchmarks/prepare.py --processes 1 2 4 8
+
+The throughput is that of the whole preparation: reading, JSON, tokens, hash, writing with checksums, and starting its
+processes. `ratio` compares it with N × tiktoken's encode_ordinary in one thread; `ratio_at_once` with N processes that
+do nothing but encode_ordinary at the same time, which is all that this machine, with its neighbours, has to give. All
+take turns, and the fastest of several runs of each counts, for neighbours can only slow a run down. That the shards hold
+exactly what tiktoken gives is checked first.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from subprocess import PIPE
+
+import numpy as np
+import tiktoken
+from common import write_results
+
+from thoughtbubbles.data.shards import open_dataset
+from thoughtbubbles.data.tokenizer import GPT2_WORDS, tokenizer
+
+PREPARE = """
+import json, resource, sys, time
+from pathlib import Path
+from thoughtbubbles.data.prepare import prepare
+if __name__ == "__main__":
+    begin = time.perf_counter()
+    prepare((sys.argv[1],), out=Path(sys.argv[2]), processes=int(sys.argv[3]), held_out=0.0)
+    seconds = time.perf_counter() - begin
+    status = Path("/proc/self/status").read_text()  # a peak of its own, where ru_maxrss has the parent's in it
+    main = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
+    worker = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e6
+    print(json.dumps({"seconds": seconds, "main": main, "worker": worker}))
+"""
+
+ALONE = """
+import json, sys, time
+from thoughtbubbles.data.tokenizer import tokenizer
+texts = [json.loads(line)["text"] for line in open(sys.argv[1], encoding="utf-8")]
+encode = tokenizer("gpt2")._encoding.encode_ordinary
+print("ready", flush=True)
+sys.stdin.readline()
+begin = time.perf_counter()
+for text in texts:
+    encode(text)
+print(time.perf_counter() - begin)
+"""
+
+
+def texts_of(source: Path | None) -> list[str]:
+    if source is not None:
+        return [json.loads(line)["text"] for line in source.read_text().splitlines() if line.strip()]
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [path for path in sorted(root.rglob("*.py")) if "site-packages" not in path.parts]
+    return [text for path in paths if (text := path.read_text(errors="replace"))]
+
+
+def prepare(lines: Path, out: Path, processes: int) -> dict[str, float]:
+    """In a process of its own, as a user runs it."""
+    words = [sys.executable, "-c", PREPARE, str(lines), str(out), str(processes)]
+    shown = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    found: dict[str, float] = json.loads(shown.splitlines()[-1])
+    return found
+
+
+def tiktoken_alone(lines: Path, processes: int) -> float:
+    """Seconds until as many processes, started together, have each encoded everything."""
+    words = [sys.executable, "-c", ALONE, str(lines)]
+    started = [subprocess.Popen(words, stdin=PIPE, stdout=PIPE, text=True) for _ in range(processes)]
+    for process in started:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in started:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    return max(float(process.communicate()[0]) for process in started)
+
+
+def check(out: Path, texts: list[str], encoding: tiktoken.Encoding) -> int:
+    """The shards are tiktoken's ids with end-of-text after each document. Returns how many."""
+    found = np.concatenate([shard.tokens for shard in open_dataset(out, split="train").shards])
+    begin = 0
+    for text in texts:
+        expected = [*encoding.encode_ordinary(text), 50256]
+        if found[begin : begin + len(expected)].tolist() != expected:
+            raise SystemExit(f"the shards differ from tiktoken's ids after {begin:,} tokens")
+        begin += len(expected)
+    if begin != len(found):
+        raise SystemExit(f"the shards have {len(found):,} tokens instead of {begin:,}")
+    return begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, help="a .jsonl file (default: the standard library's sources)")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
+    args = parser.parse_args()
+
+    texts = texts_of(args.source)
+    n_bytes = sum(len(text.encode()) for text in texts)
+    ranks = {tokenizer("gpt2").token_bytes(i): i for i in range(50256)}
+    encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_WORDS, mergeable_ranks=ranks, special_tokens={})
+    runs: dict[int, list[dict[str, float]]] = {n: [] for n in args.processes}
+
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder, "texts.jsonl")
+        lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        for n in args.processes:
+            prepare(lines, Path(folder, f"check-{n}"), n)
+            n_tokens = check(Path(folder, f"check-{n}"), texts, encoding)
+
+        alone: dict[int, list[float]] = {n: [] for n in {1, *args.processes}}
+        for repeat in range(args.repeats):
+            for n, times in alone.items():
+                times.append(tiktoken_alone(lines, n))
+            for n in args.processes:
+                runs[n].append(prepare(lines, Path(folder, f"{n}-{repeat}"), n))
+
+    rate = {n: n * n_bytes / 1e6 / min(times) for n, times in alone.items()}
+    print(f"{len(texts):,} documents, {n_bytes / 1e6:.1f} MB, {n_tokens:,} tokens; tiktoken alone {rate[1]:.1f} MB/s")
+    cases = []
+    for n in args.processes:
+        speed = n_bytes / 1e6 / min(found["seconds"] for found in runs[n])
+        case = {
+            "processes": n,
+            "MB_per_second": round(speed, 2),
+            "tokens_per_second": round(speed * 1e6 * n_tokens / n_bytes),
+            "ratio": round(speed / (n * rate[1]), 3),
+            "ratio_at_once": round(speed / rate[n], 3),
+            "main_peak_MB": round(max(found["main"] for found in runs[n])),
+            "worker_peak_MB": round(max(found["worker"] for found in runs[n])) if n > 1 else 0,
+        }
+        cases.append(case)
+        print(case, flush=True)
+    numbers = {
+        "documents": len(texts),
+        "bytes": n_bytes,
+        "tokens": n_tokens,
+        "tiktoken_MB_per_second": round(rate[1], 2),
+        "cases": cases,
+    }
+    print("written to", write_results("prepare", "cpu", numbers, to=args.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""From a chunk of a source to arrays of tokens: the work of the processes that prepare a dataset.
+
+A broken record does not throw away the records before it: they come back together with the message.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from thoughtbubbles.data.records import Document, Part, read_record
+from thoughtbubbles.data.shards import Kind
+from thoughtbubbles.data.sources import Chunk, extra
+from thoughtbubbles.data.tokenizer import Tokenizer, tokenizer
+
+
+class Encoded(NamedTuple):
+    """The documents (or examples) of a chunk, one after another."""
+
+    kind: Kind | None  # None when there are none
+    tokens: np.ndarray  # uint16
+    mask: np.ndarray  # bool, for the tokens of examples: this is something that the model must say
+    n_tokens: np.ndarray  # of each document
+    n_bytes: np.ndarray  # of text in each document
+    key: np.ndarray  # uint64: equal for documents that must stay together when some are held out
+    skipped: int  # records in which there was nothing to learn
+    error: str | None  # what is wrong with the record after the last document
+
+
+def encode_parts(tok: Tokenizer, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and mask of an example. What the model says ends in end-of-text, which it must learn to say too."""
+    ids: list[np.ndarray] = []
+    for part in parts:
+        ids.append(tok.encode_array(part.text))
+        if part.said:
+            ids[-1] = np.append(ids[-1], np.uint16(tok.end_of_text))
+    mask = [np.full(len(part_ids), part.said) for part_ids, part in zip(ids, parts, strict=True)]
+    return np.concatenate(ids), np.concatenate(mask)
+
+
+def encode_chunk(chunk: Chunk, tokenizer_name: str) -> Encoded:
+    tok = tokenizer(tokenizer_name)
+    kind: Kind | None = None
+    tokens, masks, n_bytes, keys, skipped, error = [], [], [], [], 0, None
+    try:
+        for where, record in _records(chunk):
+            try:
+                found = read_record(record)
+            except ValueError as problem:
+                raise ValueError(f"{where}: {problem}") from None
+            if found is None:
+                skipped += 1
+                continue
+            this: Kind = "text" if isinstance(found, Document) else "examples"
+            kind = kind or this
+            if this != kind:
+                raise ValueError(f"{where}: {mixed(kind, this)}")
+            if isinstance(found, Document):
+                ids = np.append(tok.encode_array(found.text), np.uint16(tok.end_of_text))
+                text = key = _bytes(found.text)
+            else:
+                ids, mask = encode_parts(tok, found.parts)
+                text, key = b"".join(_bytes(part.text) for part in found.parts), _bytes(found.key)
+                masks.append(mask)
+            tokens.append(ids)
+            n_bytes.append(len(text))
+            keys.append(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()))
+    except ValueError as problem:
+        error = str(problem)
+    return Encoded(
+        kind,
+        np.concatenate(tokens) if tokens else np.empty(0, dtype=np.uint16),
+        np.concatenate(masks) if masks else np.empty(0, dtype=np.bool_),
+        np.array([len(ids) for ids in tokens], dtype=np.int64),
+        np.array(n_bytes, dtype=np.int64),
+        np.array(keys, dtype=np.uint64),
+        skipped,
+        error,
+    )
+
+
+def mixed(first: Kind, second: Kind) -> str:
+    names = {"text": "plain text", "examples": "questions or chats with answers"}
+    return (
+        f"here are {names[second]}, before there were {names[first]}: the loss counts differently in the two, so "
+        "prepare them into separate folders"
+    )
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+def _records(chunk: Chunk) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each record with its place, in words."""
+    if chunk.form == "broken":
+        raise ValueError(chunk.payload)
+    if chunk.form == "text":
+        yield chunk.name, {"text": _decoded(chunk.payload, chunk.name)}
+    elif chunk.form == "lines":
+        for number, line in enumerate(chunk.payload.split(b"\n"), start=chunk.start + 1):
+            if line and not line.isspace():
+                where = f"{chunk.name}, line {number}"
+                yield where, _parsed(line, where)
+    else:
+        rows = chunk.payload if chunk.form == "records" else _rows(chunk.payload)
+        for number, record in enumerate(rows, start=chunk.start + 1):
+            yield f"{chunk.name}, record {number}", record
+
+
+def _rows(payload: bytes) -> list[dict[str, Any]]:
+    arrow = extra("pyarrow", "to read .parquet files")
+    rows: list[dict[str, Any]] = arrow.ipc.open_stream(payload).read_all().to_pylist()
+    return rows
+
+
+def _decoded(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where}: byte {error.start + 1} is not UTF-8: convert the file, e.g. with iconv --from-code latin1 "
+            "--to-code utf-8"
+        ) from None
+
+
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(_decoded(line, where))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where}: not JSON ({error.msg} at column {error.colno}): repair or remove the line"
+        ) from None
+    except RecursionError:
+        raise ValueError(f"{where}: the JSON is nested too deeply: repair or remove the line") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: a JSON {type(record).__name__} is no record: give an object such as {{text}}")
+    return record

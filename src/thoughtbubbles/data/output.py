@@ -1,0 +1,309 @@
+"""A folder while it is being filled, and how to go on filling it after an interruption at any moment.
+
+    prepare.json       the journal: the settings, the place in the sources, the shards that are complete
+    train-00003.tail   the tokens of train that came after its first 3 shards, as far as the journal says
+    train-00002.bin    complete shards, see shards.py
+
+Saving brings the tails to the disk and then replaces the journal in one step. Going on cuts the tails back to what the
+journal knows and reads the sources from the journal's place: the result is the same, byte for byte, as without the
+interruption. When all is done the index comes, and journal and tails go.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from thoughtbubbles.data.encode import Encoded, mixed
+from thoughtbubbles.data.shards import INDEX, Index, Kind, ShardInfo, ShardWriter, read_index, write_atomically
+from thoughtbubbles.data.shards import write_index as write_dataset_index
+from thoughtbubbles.data.tokenizer import Tokenizer
+
+JOURNAL = "prepare.json"
+SPLITS = ("train", "val")
+SAID, FIRST = np.uint32(1 << 16), np.uint32(1 << 17)  # beside a token in the tail of examples
+
+
+@dataclass
+class Counts:
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class State:
+    """All that the journal holds, besides the settings."""
+
+    kind: Kind | None = None
+    place: tuple[int, int] = (0, 0)  # input, record
+    skipped: int = 0
+    first_keys: list[int] = field(default_factory=list)
+    counts: dict[str, Counts] = field(default_factory=lambda: {split: Counts() for split in SPLITS})
+    shards: dict[str, list[ShardInfo]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    tails: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+
+    @classmethod
+    def parse(cls, record: dict[str, Any]) -> "State":
+        return cls(
+            record["kind"],
+            (int(record["place"][0]), int(record["place"][1])),
+            record["skipped"],
+            record["first_keys"],
+            {split: Counts(**record["counts"][split]) for split in SPLITS},
+            {split: [ShardInfo(**info) for info in record["shards"][split]] for split in SPLITS},
+            {split: record["tails"][split] for split in SPLITS},
+        )
+
+
+class Split:
+    """One split on its way: complete shards, and on the disk too the tail, which is in none of them yet."""
+
+    def __init__(self, folder: Path, name: str, *, kind: Kind, shard_tokens: int, shards: list[ShardInfo], tail: int):
+        self._folder, self._name, self._kind, self._before = folder, name, kind, list(shards)
+        self._writer = ShardWriter(folder, name, kind=kind, shard_tokens=shard_tokens, first_shard=len(shards))
+        self._form = np.dtype("<u2" if kind == "text" else "<u4")
+        self.tail, self.tail_path = tail, self._tail_path()
+        self._file: BinaryIO = self._continue_tail()
+
+    @property
+    def shards(self) -> list[ShardInfo]:
+        return self._before + self._writer.finished
+
+    def add(self, tokens: np.ndarray, mask: np.ndarray, n_tokens: np.ndarray) -> None:
+        if self._kind == "text":
+            self._take(tokens.astype(self._form))
+            return
+        packed = tokens.astype(self._form) | mask * SAID
+        packed[np.cumsum(n_tokens) - n_tokens] |= FIRST
+        self._take(packed)
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def finish(self) -> None:
+        self.close()
+        self._writer.close()
+
+    def _take(self, packed: np.ndarray) -> None:
+        finished = len(self._writer.finished)
+        self._write(packed)
+        if len(self._writer.finished) > finished:
+            self.close()  # the old tail stays until the journal knows of the new one
+            self.tail_path = self._tail_path()
+            self._file, self.tail = self.tail_path.open("wb"), 0
+            packed = packed[len(packed) - self._writer.pending :]
+        self._file.write(packed.data)
+        self.tail += len(packed)
+
+    def _write(self, packed: np.ndarray) -> None:
+        if self._kind == "text":
+            self._writer.add(packed.astype(np.uint16, copy=False))
+            return
+        for example in np.split(packed, np.flatnonzero(packed & FIRST))[1:]:
+            self._writer.add_example(example.astype(np.uint16), (example & SAID).astype(np.bool_))
+
+    def _tail_path(self) -> Path:
+        return self._folder / f"{self._name}-{len(self.shards):05d}.tail"
+
+    def _continue_tail(self) -> BinaryIO:
+        """Hands the tail to the writer, and cuts off what came after the journal was last saved."""
+        if not self.tail:
+            return self.tail_path.open("wb")
+        try:
+            packed = np.fromfile(self.tail_path, dtype=self._form, count=self.tail)
+        except FileNotFoundError:
+            packed = np.empty(0, dtype=self._form)
+        if len(packed) < self.tail:
+            raise ValueError(f"{self.tail_path} is missing or cut short: delete {self._folder} and prepare it again")
+        self._write(packed)
+        os.truncate(self.tail_path, packed.nbytes)
+        return self.tail_path.open("ab")
+
+
+class Output:
+    """The folder. Its state is what a later run needs to go on."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]):
+        self._folder, self._settings = folder, settings
+        self._splits: dict[str, Split] = {}
+        journal = _read_json(folder / JOURNAL)
+        if journal is None:
+            _refuse_foreign(folder)
+            self.state = State()
+            self.save(self.state.place)
+        else:
+            _refuse_other(folder, settings, journal["settings"], "a half-finished preparation")
+            self.state = State.parse(journal["state"])
+            self._open(self.state.kind)
+        self.resumed = journal is not None
+
+    @property
+    def documents(self) -> int:
+        return sum(counts.documents for counts in self.state.counts.values())
+
+    @property
+    def n_shards(self) -> int:
+        return sum(len(split.shards) for split in self._splits.values())
+
+    def add(self, found: Encoded, name: str) -> None:
+        state = self.state
+        state.skipped += found.skipped
+        if found.kind is None:
+            return
+        if state.kind is None:
+            state.kind = found.kind
+            self._open(found.kind)
+        if found.kind != state.kind:
+            raise ValueError(f"{name}: {mixed(state.kind, found.kind)}")
+        end = np.concatenate([[0], np.cumsum(found.n_tokens)])
+        for held, a, b in _runs(self._held_out(found.key)):
+            split, counts = SPLITS[held], state.counts[SPLITS[held]]
+            these = slice(end[a], end[b])
+            self._splits[split].add(found.tokens[these], found.mask[these], found.n_tokens[a:b])
+            counts.documents += b - a
+            counts.tokens += int(end[b] - end[a])
+            counts.bytes += int(found.n_bytes[a:b].sum())
+
+    def save(self, place: tuple[int, int]) -> None:
+        """From here a later run can go on."""
+        self.state.place = place
+        for name, split in self._splits.items():
+            split.sync()
+            self.state.shards[name], self.state.tails[name] = split.shards, split.tail
+        record = {"settings": self._settings, "state": asdict(self.state)}
+        write_atomically(self._folder / JOURNAL, [(json.dumps(record, indent=1) + "\n").encode()])
+        self._remove(self._folder.glob("*.tail"), keep={split.tail_path for split in self._splits.values()})
+
+    def close(self) -> None:
+        for split in self._splits.values():
+            with contextlib.suppress(OSError):  # what it could not write, the journal does not count on
+                split.close()
+
+    def finish(self, tok: Tokenizer) -> Index:
+        state = self.state
+        assert state.kind is not None, "without a document there is nothing to finish"
+        for split in self._splits.values():
+            split.finish()
+        notes = {
+            "settings": self._settings,
+            "skipped": state.skipped,
+            **{what: {s: asdict(c)[what] for s, c in state.counts.items()} for what in ("documents", "bytes")},
+        }
+        shards = {name: split.shards for name, split in self._splits.items()}
+        index = Index(state.kind, tok.name, tok.end_of_text, tok.size, shards, notes)
+        write_dataset_index(self._folder, index)
+        tidy(self._folder)
+        return index
+
+    def abandon(self) -> None:
+        """Leaves no trace where there was nothing to prepare."""
+        tidy(self._folder)
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
+
+    def _open(self, kind: Kind | None) -> None:
+        if kind is not None:
+            size, state = int(self._settings["shard_tokens"]), self.state
+            self._splits = {
+                s: Split(self._folder, s, kind=kind, shard_tokens=size, shards=state.shards[s], tail=state.tails[s])
+                for s in SPLITS
+            }
+
+    def _held_out(self, key: np.ndarray) -> np.ndarray:
+        """By the key alone, so that equal documents stay together; but the first goes to train and the next to val."""
+        share, first = float(self._settings["held_out"]), self.state.first_keys
+        for value in key[:0] if len(first) == 2 else key:
+            if int(value) not in first:
+                first.append(int(value))
+            if len(first) == 2:
+                break
+        held = key < np.uint64(share * 2**64)
+        for value, side in zip(first, (False, True), strict=False):
+            held[key == np.uint64(value)] = side and share > 0
+        return held
+
+    @staticmethod
+    def _remove(paths: Iterator[Path], *, keep: set[Path]) -> None:
+        for path in set(paths) - keep:
+            path.unlink(missing_ok=True)
+
+
+def tidy(folder: Path) -> None:
+    """Removes what only an unfinished folder needs."""
+    for pattern in ("*.tail", "*.tmp", JOURNAL):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def finished(folder: Path, settings: dict[str, Any]) -> Index | None:
+    """The index of a folder that was prepared before, with the same settings."""
+    if not (folder / INDEX).exists():
+        return None
+    index = read_index(folder)
+    _refuse_other(folder, settings, index.notes.get("settings", {}), "a prepared dataset")
+    tidy(folder)
+    return index
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The system gives the lock back when the process ends, however it ends."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ValueError(f"out = {folder}: another process is preparing this folder; wait for it") from None
+    finally:
+        os.close(handle)
+
+
+def _runs(held: np.ndarray) -> list[tuple[bool, int, int]]:
+    """Stretches of documents that go to the same side."""
+    cuts = [0, *(np.flatnonzero(held[1:] != held[:-1]) + 1).tolist(), len(held)]
+    return [(bool(held[a]), a, b) for a, b in pairwise(cuts)]
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        record: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        raise ValueError(f"{path} is damaged: delete the folder {path.parent} and prepare it again") from None
+    return record
+
+
+def _refuse_foreign(folder: Path) -> None:
+    there = sorted(path.name for path in folder.iterdir() if path.suffix != ".tmp")
+    if there:
+        raise ValueError(f"out = {folder} already holds other files ({there[0]} …): give a new or empty folder")
+
+
+def _refuse_other(folder: Path, ours: dict[str, Any], theirs: dict[str, Any], what: str) -> None:
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    if names == ["inputs"]:
+        raise ValueError(
+            f"out = {folder} holds {what} of the same sources, but their files have changed since: give another "
+            "folder, or delete this one to start over"
+        )
+    if names:
+        if not theirs:
+            raise ValueError(f"out = {folder} holds {what} that was made in another way: give another folder")
+        differences = ", ".join(f"{name} = {theirs.get(name)!r}" for name in names if name != "inputs")
+        raise ValueError(
+            f"out = {folder} holds {what} with other settings ({differences}): repeat those, give another folder, or "
+            "delete this one to start over"
+        )

@@ -1,0 +1,62 @@
+"""How far a preparation is: a bar where a person watches, and a plain line now and then otherwise."""
+
+import sys
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from types import TracebackType
+from typing import Any
+
+from thoughtbubbles.data.output import State
+from thoughtbubbles.data.sources import Chunk, Input
+
+LINE_SECONDS = 10.0
+
+
+class Progress:
+    def __init__(self, inputs: Sequence[Input], *, resumed: int | None):
+        self._before = [0, *accumulate(found.bytes for found in inputs)]
+        self._total = None if any(found.path is None for found in inputs) else self._before[-1]
+        self._begun = self._printed = time.monotonic()
+        self._bytes_begun: int | None = None
+        self._bar: Any = None
+        self._task: Any = None
+        if resumed is not None:
+            print(f"going on after {resumed:,} documents that are done", file=sys.stderr)
+
+    def __enter__(self) -> "Progress":
+        if sys.stderr.isatty():
+            from rich import progress
+            from rich.console import Console
+
+            columns = progress.BarColumn(), progress.TaskProgressColumn(), progress.TextColumn("{task.description}")
+            self._bar = progress.Progress(*columns, progress.TimeRemainingColumn(), console=Console(stderr=True))
+            self._task = self._bar.add_task("reading", total=self._total)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, chunk: Chunk, state: State) -> None:
+        now = time.monotonic()
+        n_bytes = sum(counts.bytes for counts in state.counts.values())
+        if self._bytes_begun is None:
+            self._bytes_begun = n_bytes
+            self._begun = now  # until the first chunk comes, processes start
+        if self._bar is None and now - self._printed < LINE_SECONDS:
+            return
+        documents = sum(counts.documents for counts in state.counts.values())
+        tokens = sum(counts.tokens for counts in state.counts.values())
+        speed = (n_bytes - self._bytes_begun) / 1e6 / max(now - self._begun, 1e-9)
+        text = f"{documents:,} documents, {tokens:,} tokens, {speed:.1f} MB/s"
+        read = self._before[chunk.input] + chunk.read
+        if self._bar is not None:
+            self._bar.update(self._task, description=text, completed=read)
+            return
+        self._printed = now
+        share = f", {100 * read // self._total} %" if self._total else ""
+        print(f"{chunk.name}: {text}{share}", file=sys.stderr, flush=True)

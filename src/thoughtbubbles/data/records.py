@@ -1,0 +1,152 @@
+"""What a record says: a document to read, or an example with a part that the model must say.
+
+    {"text"}                                    a document
+    {"question", "answer"}                      question⏎ | answer■                        (GSM8K)
+    {"question", "steps", "answer"}             question⏎ | step⏎ step⏎ #### answer■       (GSM8K-aug)
+    {"question", "choices", "answer"}           question⏎ A. …⏎ B. …⏎ Answer: | ␣B. …■     (MMLU)
+    {"messages": [{"role", "content"}, …]}      User: …⏎ Assistant: | ␣…■ User: …          (SmolTalk)
+
+⏎ is a newline, ␣ a space, ■ end-of-text. What stands left of | is the prompt, right of it what the model must say, and
+that always ends in end-of-text: so generation knows where to stop. The parts are tokenized apart, so a prompt has the
+same ids in training and in use. This page is the one home of these formats; evaluation asks here for its prompts.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+FIELDS = ("text", "messages", "question", "choices", "steps", "answer", "train")
+FORMS = "{text}, {question, answer}, {question, steps, answer}, {question, choices, answer} or {messages}"
+
+SPEAKERS = {"system": "System", "user": "User", "tool": "Tool"}
+ASSISTANT = "Assistant:"
+CALCULATOR = re.compile(r"<<[^<>]*>>")
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class Part(NamedTuple):
+    """A stretch of text. What is said ends in end-of-text, and only there does the loss count."""
+
+    text: str
+    said: bool
+
+
+class Document(NamedTuple):
+    text: str
+
+
+class Example(NamedTuple):
+    parts: tuple[Part, ...]
+
+    @property
+    def key(self) -> str:
+        """What tells examples apart when some are held out: one question with two answers stays on one side."""
+        return self.parts[0].text
+
+
+def read_record(record: Mapping[str, Any]) -> Document | Example | None:
+    """None for a record in which there is nothing to learn: an empty text, a chat without a word of the assistant."""
+    if isinstance(record.get("train"), Mapping):
+        record = record["train"]  # the files of MMLU's auxiliary training set wrap each record
+    if "text" in record:
+        text = _string(record, "text")
+        return Document(text) if text else None
+    if "messages" in record:
+        return _chat(record["messages"])
+    if "question" in record and "answer" in record:
+        prompt, answer = _question(record)
+        return Example((Part(prompt, False), Part(answer, True)))
+    raise ValueError(f"the record has the fields {', '.join(map(str, record)) or '(none)'}: give {FORMS}")
+
+
+def question_prompt(question: str) -> str:
+    """The prompt for a question that is answered freely, as in GSM8K."""
+    return question.strip() + "\n"
+
+
+def choices_prompt(question: str, choices: Sequence[str]) -> str:
+    """The prompt for a question with lettered choices, as in MMLU."""
+    lines = [question.strip(), *(f"{letter}. {choice}" for letter, choice in _lettered(choices)), "Answer:"]
+    return "\n".join(lines)
+
+
+def choice_answers(choices: Sequence[str]) -> list[str]:
+    """What the model can say to `choices_prompt`; it chooses the one of the lowest loss."""
+    return [f" {letter}. {choice}" for letter, choice in _lettered(choices)]
+
+
+def without_calculator(answer: str) -> str:
+    """GSM8K's "48/2 = <<48/2=24>>24" is "48/2 = 24"."""
+    return CALCULATOR.sub("", answer)
+
+
+def chat_parts(messages: Sequence[Mapping[str, Any]]) -> list[Part]:
+    """A chat as parts; where the assistant does not have the last word, a prompt for its next turn comes last."""
+    parts: list[Part] = []
+    prompt = ""
+    for message in messages:
+        if message.get("role") == "assistant":
+            parts += [Part(prompt + ASSISTANT, False), Part(f" {_string(message, 'content').strip()}", True)]
+            prompt = ""
+        else:
+            prompt += _turn(message)
+    return [*parts, Part(prompt + ASSISTANT, False)] if prompt else parts
+
+
+def _question(record: Mapping[str, Any]) -> tuple[str, str]:
+    question = _string(record, "question")
+    if record.get("choices") is not None:
+        choices = [str(choice).strip() for choice in _list(record, "choices")]
+        return choices_prompt(question, choices), choice_answers(choices)[_choice(record["answer"], choices)]
+    answer = _string(record, "answer").strip()
+    if record.get("steps") is None:
+        return question_prompt(question), without_calculator(answer)
+    steps = record["steps"] if isinstance(record["steps"], str) else "\n".join(map(str, _list(record, "steps")))
+    lines = [line.strip() for line in re.sub(r">>\s*<<", "\n", steps).replace("<<", "").replace(">>", "").splitlines()]
+    return question_prompt(question), "\n".join([*filter(None, lines), f"#### {answer}"])
+
+
+def _choice(answer: Any, choices: Sequence[str]) -> int:
+    """The place of the right choice, given as a number from 0 or as a letter."""
+    place = LETTERS.find(answer.strip().upper()) if isinstance(answer, str) and len(answer.strip()) == 1 else answer
+    if type(place) is not int or not 0 <= place < len(choices):
+        raise ValueError(f"answer = {answer!r}: give a number from 0 to {len(choices) - 1}, or a letter")
+    return place
+
+
+def _lettered(choices: Sequence[str]) -> list[tuple[str, str]]:
+    if not 2 <= len(choices) <= len(LETTERS):
+        raise ValueError(f"choices has {len(choices)} entries: give from 2 to {len(LETTERS)}")
+    return list(zip(LETTERS, choices, strict=False))
+
+
+def _chat(messages: Any) -> Example | None:
+    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+        raise ValueError("messages is no list of {role, content}: give one")
+    parts = chat_parts(messages)
+    while parts and not parts[-1].said:
+        parts.pop()  # what comes after the assistant's last word teaches nothing
+    return Example(tuple(parts)) if parts else None
+
+
+def _turn(message: Mapping[str, Any]) -> str:
+    role = message.get("role")
+    if role not in SPEAKERS:
+        raise ValueError(f"role = {role!r}: give one of {', '.join(SPEAKERS)}, assistant")
+    return f"{SPEAKERS[role]}: {_string(message, 'content').strip()}\n"
+
+
+def _string(record: Mapping[str, Any], field: str) -> str:
+    value = record.get(field)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)  # GSM8K-aug's answers are sometimes written as numbers
+    if not isinstance(value, str):
+        raise ValueError(f"{field} is {type(value).__name__}, not text: give text")
+    return value
+
+
+def _list(record: Mapping[str, Any], field: str) -> Sequence[Any]:
+    value = record[field]
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{field} is {type(value).__name__}, not a list: give a list")
+    return value

@@ -1,0 +1,337 @@
+"""Tokens on disk: a folder with `index.json` and shards `train-00000.bin …`, `val-00000.bin …`.
+
+    shard     header (64 bytes), then the payload, everything little-endian
+    header    magic, version, kind, largest token, counts of tokens and examples, CRC-32 of payload and of header
+    text      tokens uint16: documents one after another, each ending in end-of-text
+    examples  offsets uint64 (n_examples + 1), tokens uint16, mask uint8: 1 where predicting this token counts
+
+A shard gets its name only when it is complete on the disk, and the index comes last, so an interrupted preparation
+leaves nothing that looks finished. Reading maps files into memory, after holding every shard against its header, the
+index and its checksum.
+"""
+
+import json
+import mmap
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+Kind = Literal["text", "examples"]
+
+INDEX = "index.json"
+FORMAT = "thoughtbubbles tokens"
+VERSION = 1
+MAGIC = b"TBTOKENS"
+KIND_CODES: dict[str, int] = {"text": 1, "examples": 2}
+HEADER = struct.Struct("<8sHHHxxQQI24xI")  # the last field is the CRC-32 of all before it
+HEADER_BYTES = 64
+CHUNK_BYTES = 1 << 24  # of one checksum call
+REMEDY = "copy it again from where it came, or prepare the dataset again"
+
+TOKEN = np.dtype("<u2")
+OFFSET = np.dtype("<u8")
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """What the index knows of a shard."""
+
+    file: str
+    n_tokens: int
+    n_examples: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Index:
+    """What all shards of a folder share, and the list of them."""
+
+    kind: Kind
+    tokenizer: str
+    end_of_text: int
+    vocab_size: int
+    splits: dict[str, list[ShardInfo]]
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+class Header(NamedTuple):
+    kind: int
+    max_token: int
+    n_tokens: int
+    n_examples: int
+    crc32: int
+
+    def pack(self) -> bytes:
+        head = HEADER.pack(MAGIC, VERSION, *self, 0)[:-4]
+        return head + struct.pack("<I", zlib.crc32(head))
+
+    @property
+    def file_bytes(self) -> int:
+        if self.kind == KIND_CODES["text"]:
+            return HEADER_BYTES + TOKEN.itemsize * self.n_tokens
+        return HEADER_BYTES + OFFSET.itemsize * (self.n_examples + 1) + (TOKEN.itemsize + 1) * self.n_tokens
+
+
+class ShardWriter:
+    """Writes one split, shard by shard. Nothing but complete shards ever bears a shard's name.
+
+    Text is cut so that every shard but the last has exactly `shard_tokens` tokens; an example stays whole, and a shard
+    of examples is complete with the one that brings it to `shard_tokens`. To resume, continue with
+    `first_shard` = the number of finished shards and the first token (or example) that is in none of them.
+    """
+
+    def __init__(self, folder: Path, split: str, *, kind: Kind, shard_tokens: int, first_shard: int = 0):
+        if not re.fullmatch(r"[a-z]+", split):
+            raise ValueError(f"split = {split!r}: give lower-case letters only, e.g. 'train'")
+        if kind not in KIND_CODES:
+            raise ValueError(f"kind = {kind!r}: give one of {', '.join(KIND_CODES)}")
+        if shard_tokens < 1:
+            raise ValueError(f"shard_tokens = {shard_tokens}: give at least 1 token a shard, e.g. 100_000_000")
+        self.finished: list[ShardInfo] = []
+        self.pending = 0  # tokens taken in and not yet in a finished shard
+        self._folder, self._split, self._kind = folder, split, kind
+        self._shard_tokens, self._next = shard_tokens, first_shard
+        self._tokens: list[np.ndarray] = []
+        self._masks: list[np.ndarray] = []
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, tokens: np.ndarray) -> None:
+        assert self._kind == "text", "a writer of examples takes add_example"
+        tokens = _own_copy(tokens)
+        while len(tokens):
+            room = self._shard_tokens - self.pending
+            self._take(tokens[:room])
+            tokens = tokens[room:]
+
+    def add_example(self, tokens: np.ndarray, mask: np.ndarray) -> None:
+        assert self._kind == "examples", "a writer of text takes add"
+        assert mask.dtype == np.bool_, f"the mask is boolean, not {mask.dtype}"
+        assert mask.shape == tokens.shape, f"mask {mask.shape} and tokens {tokens.shape} differ"
+        self._masks.append(mask.astype(np.uint8))
+        self._take(_own_copy(tokens))
+
+    def close(self) -> None:
+        """Writes what is left as the last shard. The writer can be used no further."""
+        if self._tokens:
+            self._finish_shard()
+
+    def _take(self, tokens: np.ndarray) -> None:
+        self._tokens.append(tokens)
+        self.pending += len(tokens)
+        if self.pending >= self._shard_tokens:
+            self._finish_shard()
+
+    def _finish_shard(self) -> None:
+        parts, n_examples = self._tokens, 0
+        if self._kind == "examples":
+            n_examples = len(self._tokens)
+            offsets = np.cumsum([0, *map(len, self._tokens)]).astype(OFFSET)
+            parts = [offsets, *self._tokens, *self._masks]
+        crc = 0
+        for part in parts:
+            crc = zlib.crc32(part.data, crc)
+        max_token = max((int(t.max()) for t in self._tokens if len(t)), default=0)
+        header = Header(KIND_CODES[self._kind], max_token, self.pending, n_examples, crc)
+        name = f"{self._split}-{self._next:05d}.bin"
+        write_atomically(self._folder / name, [header.pack(), *(part.data for part in parts)])
+        self.finished.append(ShardInfo(name, self.pending, n_examples, crc))
+        self._tokens, self._masks, self.pending = [], [], 0
+        self._next += 1
+
+
+def _own_copy(tokens: np.ndarray) -> np.ndarray:
+    """The caller may reuse its array. A silent cast would wrap large ids around, so there is none."""
+    assert tokens.dtype == np.uint16, f"tokens are uint16, not {tokens.dtype}"
+    assert tokens.ndim == 1, f"tokens are one-dimensional, not {tokens.shape}"
+    return np.array(tokens, dtype=TOKEN)
+
+
+def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """The name appears with the whole content, on the disk, or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name, too, has to survive a loss of power
+    finally:
+        os.close(folder)
+
+
+def write_index(folder: Path, index: Index) -> None:
+    record = {"format": FORMAT, "version": VERSION, **asdict(index)}
+    write_atomically(folder / INDEX, [(json.dumps(record, indent=1) + "\n").encode()])
+
+
+def read_index(folder: Path) -> Index:
+    path = folder / INDEX
+    try:
+        record = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} is missing: {folder} is no prepared dataset, or its preparation did not finish; prepare it (again)"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): {REMEDY}") from None
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError(f"{path} is not the index of a prepared dataset: give a folder written by `prepare`")
+    if record.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has version {record.get('version')!r}, this program reads {VERSION}: prepare it again"
+        )
+    try:
+        index = _parse_index(record)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}): {REMEDY}") from None
+    return index
+
+
+def _parse_index(record: dict[str, Any]) -> Index:
+    if record["kind"] not in KIND_CODES:
+        raise ValueError(f"kind = {record['kind']!r}")
+    splits = {split: [_parse_info(info) for info in infos] for split, infos in record["splits"].items()}
+    files = [info.file for infos in splits.values() for info in infos]
+    if len(set(files)) < len(files):
+        raise ValueError("a shard is listed twice")
+    end_of_text, vocab_size = _count(record["end_of_text"]), _count(record["vocab_size"])
+    if not end_of_text < vocab_size <= 1 << 16:
+        raise ValueError(f"end_of_text = {end_of_text}, vocab_size = {vocab_size}")
+    return Index(record["kind"], str(record["tokenizer"]), end_of_text, vocab_size, splits, dict(record["notes"]))
+
+
+def _parse_info(info: dict[str, Any]) -> ShardInfo:
+    file = info["file"]
+    if not isinstance(file, str) or Path(file).name != file:
+        raise ValueError(f"file = {file!r} is not a plain name")
+    return ShardInfo(file, _count(info["n_tokens"]), _count(info["n_examples"]), _count(info["crc32"]))
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file, mapped into memory. `offsets` and `mask` are there for examples only."""
+
+    path: Path
+    header: Header
+    payload: np.ndarray  # uint8
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        begin = self._tokens_at
+        return self.payload[begin : begin + TOKEN.itemsize * self.header.n_tokens].view(TOKEN)
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        return self.payload[: self._tokens_at].view(OFFSET)
+
+    @cached_property
+    def mask(self) -> np.ndarray:
+        return self.payload[self._tokens_at + TOKEN.itemsize * self.header.n_tokens :]
+
+    @property
+    def _tokens_at(self) -> int:
+        return OFFSET.itemsize * (self.header.n_examples + 1) if self.header.kind == KIND_CODES["examples"] else 0
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One split of a folder, checked and ready to be read."""
+
+    folder: Path
+    split: str
+    index: Index
+    shards: tuple[Shard, ...]
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(shard.header.n_tokens for shard in self.shards)
+
+    @property
+    def n_examples(self) -> int:
+        return sum(shard.header.n_examples for shard in self.shards)
+
+    @property
+    def max_token(self) -> int:
+        return max(shard.header.max_token for shard in self.shards)
+
+
+def open_dataset(folder: Path, *, split: str, verify: bool = True) -> Dataset:
+    """Without `verify` headers and sizes are still checked; only the pass over all bytes is left out."""
+    index = read_index(folder)
+    infos = index.splits.get(split)
+    if not infos:
+        have = ", ".join(name for name, shards in index.splits.items() if shards) or "none"
+        raise ValueError(f"{folder} has no split {split!r} (it has: {have}): prepare it with one, or ask for another")
+    dataset = Dataset(folder, split, index, tuple(_open_shard(folder / info.file, info, index) for info in infos))
+    if verify:
+        with ThreadPoolExecutor(min(len(infos), os.cpu_count() or 1, 8)) as pool:
+            list(pool.map(_check_payload, dataset.shards))
+    return dataset
+
+
+def _open_shard(path: Path, info: ShardInfo, index: Index) -> Shard:
+    """Checks all that does not need every byte of the file."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(HEADER_BYTES)
+            if len(head) < HEADER_BYTES:
+                raise ValueError(f"{path} has only {size} bytes: {REMEDY}")
+            header = _parse_header(path, head)
+            _compare(path, header, info, index)
+            if size != header.file_bytes:
+                raise ValueError(f"{path} has {size} bytes instead of {header.file_bytes}: {REMEDY}")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing, though {INDEX} lists it: {REMEDY}") from None
+    shard = Shard(path, header, np.frombuffer(mapped, dtype=np.uint8)[HEADER_BYTES:])
+    if index.kind == "examples" and (shard.offsets[0] != 0 or shard.offsets[-1] != header.n_tokens):
+        raise ValueError(f"{path} has altered bytes (its offsets do not fit its tokens): {REMEDY}")
+    return shard
+
+
+def _parse_header(path: Path, head: bytes) -> Header:
+    magic, version, *counts, crc = HEADER.unpack(head)
+    if magic != MAGIC:
+        raise ValueError(f"{path} is not a shard of tokens (it begins with {magic!r}): {REMEDY}")
+    if version != VERSION:
+        raise ValueError(f"{path} has version {version}, this program reads {VERSION}: prepare the dataset again")
+    if crc != zlib.crc32(head[:-4]):
+        raise ValueError(f"{path} has altered bytes in its header (checksum differs): {REMEDY}")
+    return Header(*counts)
+
+
+def _compare(path: Path, header: Header, info: ShardInfo, index: Index) -> None:
+    expected = (KIND_CODES[index.kind], info.n_tokens, info.n_examples, info.crc32)
+    found = (header.kind, header.n_tokens, header.n_examples, header.crc32)
+    for name, listed, own in zip(("kind", "n_tokens", "n_examples", "crc32"), expected, found, strict=True):
+        if listed != own:
+            raise ValueError(f"{path} disagrees with {INDEX} ({name}: {own}, the index says {listed}): {REMEDY}")
+    if header.max_token >= index.vocab_size:
+        raise ValueError(f"{path} has token {header.max_token}, {INDEX} says vocab_size = {index.vocab_size}: {REMEDY}")
+
+
+def _check_payload(shard: Shard) -> None:
+    crc, payload = 0, shard.payload
+    for begin in range(0, len(payload), CHUNK_BYTES):
+        crc = zlib.crc32(payload[begin : begin + CHUNK_BYTES].data, crc)  # frees the interpreter for the other shards
+    if crc != shard.header.crc32:
+        raise ValueError(f"{shard.path} has altered bytes (checksum differs): {REMEDY}")

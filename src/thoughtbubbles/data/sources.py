@@ -1,0 +1,278 @@
+"""Where text comes from: files, folders of files, and public datasets by name.
+
+A source is read in order as chunks of about a megabyte, each with its place, so that reading can begin again in the
+middle. Nothing is parsed here: a chunk holds a file's bytes, and the processes that tokenize take the records out.
+
+    .txt .md                               the whole file is one document
+    .jsonl .jsonl.gz .jsonl.xz .jsonl.zst  a record a line; .json.gz, .json.xz and .json.zst likewise
+    .parquet                               a record a row
+"""
+
+import gzip
+import hashlib
+import io
+import lzma
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+from thoughtbubbles.data.records import FIELDS
+
+CHUNK_BYTES = 1 << 20
+CHUNK_ROWS = 256
+
+TEXT = (".txt", ".md")
+PACKED = (".gz", ".xz", ".zst")
+LINES = (".jsonl", *(kind + packing for packing in PACKED for kind in (".jsonl", ".json")))
+PARQUET = (".parquet",)
+
+
+class Chunk(NamedTuple):
+    """Some records of one input, as they come from it."""
+
+    input: int  # the input's place in the list
+    name: str  # for messages
+    start: int  # the first record's number, from 0; in a file of lines blank ones count
+    stop: int  # where the next chunk begins
+    form: Literal["text", "lines", "rows", "records", "broken"]
+    payload: Any
+    read: int  # bytes of the input read so far, for the progress bar
+
+
+class Named(NamedTuple):
+    """A public dataset: its repository at Hugging Face, and which of the files there are for training."""
+
+    repository: str
+    files: str | None = None  # None: the repository itself says which
+    examples: bool = False
+
+
+# Where files are given, the repository has a loading script, which `datasets` runs no longer, or several variants.
+NAMED = {
+    "openwebtext": Named("Skylion007/openwebtext", "plain_text/train-*.parquet"),
+    "pes2o": Named("allenai/peS2o", "data/v2/train-*.json.gz"),
+    "fineweb": Named("HuggingFaceFW/fineweb", "sample/100BT/*.parquet"),
+    "smoltalk": Named("HuggingFaceTB/smoltalk", "data/all/train-*.parquet", examples=True),
+    "mmlu": Named("cais/mmlu", "auxiliary_train/train-*.parquet", examples=True),
+    "gsm8k": Named("openai/gsm8k", "main/train-*.parquet", examples=True),
+    "gsm8k-aug": Named("whynlp/gsm8k-aug", examples=True),
+}
+
+
+class Input(NamedTuple):
+    """One file, or one named dataset."""
+
+    name: str
+    path: Path | None
+    bytes: int
+
+
+def find_inputs(sources: Sequence[str]) -> list[Input]:
+    """The files and named datasets behind the sources, in the order in which they are read."""
+    if not sources:
+        raise ValueError(f"no source: give files, folders or names ({', '.join(NAMED)})")
+    return [found for source in sources for found in _find(source)]
+
+
+def _find(source: str) -> list[Input]:
+    path = Path(source)
+    if path.is_dir():
+        return _find_in_folder(path)
+    if path.is_file():
+        if not path.name.endswith((*TEXT, *LINES, *PARQUET)):
+            raise ValueError(f"{path}: files of this kind are not read; give {_kinds()}")
+        return [Input(str(path), path, path.stat().st_size)]
+    if source in NAMED:
+        return [Input(source, None, 0)]
+    raise ValueError(f"{source} is neither a file or folder here nor one of the names {', '.join(NAMED)}")
+
+
+def _find_in_folder(folder: Path) -> list[Input]:
+    """Data files, or else text files: a README beside data files describes them and is no part of them."""
+    everything = [p for p in folder.rglob("*") if not any(part[0] == "." for part in p.relative_to(folder).parts)]
+    for endings in ((*LINES, *PARQUET), TEXT):
+        found = [p for p in everything if p.name.endswith(endings) and p.is_file()]
+        if found:
+            found.sort(key=lambda p: p.relative_to(folder).parts)
+            return [Input(str(p), p, p.stat().st_size) for p in found]
+    raise ValueError(f"{folder} has no file to read: give a folder with {_kinds()}")
+
+
+def _kinds() -> str:
+    return f"{', '.join((*TEXT, *LINES))} or {PARQUET[0]}"
+
+
+def fingerprint(inputs: Iterable[Input]) -> str:
+    """Changes when files come, go, or change their size."""
+    listing = "\n".join(f"{found.name}\t{found.bytes}" for found in inputs)
+    return hashlib.blake2b(listing.encode(errors="surrogateescape"), digest_size=8).hexdigest()
+
+
+def read_chunks(inputs: Sequence[Input], *, at: int = 0, start: int = 0) -> Iterator[Chunk]:
+    """Everything from record `start` of input number `at` on. Where reading fails, the last chunk says why."""
+    for number in range(at, len(inputs)):
+        place = start if number == at else 0
+        try:
+            for chunk in _read(inputs[number], number, place):
+                yield chunk
+                place = chunk.stop
+        except ValueError as error:
+            yield Chunk(number, inputs[number].name, place, place, "broken", str(error), 0)
+            return
+
+
+def _read(found: Input, number: int, start: int) -> Iterator[Chunk]:
+    path = found.path
+    if path is None:
+        yield from _read_named(found.name, number, start)
+        return
+    try:
+        if path.name.endswith(TEXT):
+            if not start:
+                yield Chunk(number, found.name, 0, 1, "text", path.read_bytes(), found.bytes)
+        elif path.name.endswith(LINES):
+            yield from _read_lines(found, path, number, start)
+        else:
+            yield from _read_parquet(found, path, number, start)
+    except EOFError:
+        raise ValueError(f"{path} ends in the middle of its compressed data: copy or download it again") from None
+    except (OSError, zlib.error, lzma.LZMAError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): check the file, or copy it again") from None
+
+
+def _read_lines(found: Input, path: Path, number: int, start: int) -> Iterator[Chunk]:
+    line = 0
+    with path.open("rb") as raw:
+        stream = _unpacked(raw, path.suffix)
+        while block := stream.read(CHUNK_BYTES):
+            block += stream.readline()
+            stop = line + block.count(b"\n") + (not block.endswith(b"\n"))
+            if stop > start:
+                rest = block if line >= start else block.split(b"\n", start - line)[-1]
+                yield Chunk(number, found.name, max(line, start), stop, "lines", rest, raw.tell())
+            line = stop
+
+
+def _unpacked(raw: io.BufferedReader, suffix: str) -> io.BufferedIOBase:
+    if suffix == ".gz":
+        return gzip.GzipFile(fileobj=raw)
+    if suffix == ".xz":
+        return lzma.LZMAFile(raw)
+    return io.BufferedReader(_Zstandard(raw), CHUNK_BYTES) if suffix == ".zst" else raw
+
+
+class _Zstandard(io.RawIOBase):
+    """Unlike the package's own reader, this one notices when the data ends too early."""
+
+    def __init__(self, raw: io.BufferedReader):
+        self._raw = raw
+        self._new = extra("zstandard", "to read .zst files").ZstdDecompressor().decompressobj
+        self._frame: Any = None  # none begun
+        self._packed, self._plain = b"", b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._plain:
+            self._packed = self._packed or self._raw.read(1 << 17)
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError
+                return 0
+            self._frame = self._frame or self._new()
+            try:
+                self._plain = self._frame.decompress(self._packed)
+            except Exception as error:  # the package's own class is known only once it is installed
+                raise OSError(str(error)) from None
+            self._packed = self._frame.unused_data if self._frame.eof else b""
+            self._frame = None if self._frame.eof else self._frame
+        n = min(len(buffer), len(self._plain))
+        buffer[:n], self._plain = self._plain[:n], self._plain[n:]
+        return n
+
+
+def _read_parquet(found: Input, path: Path, number: int, start: int) -> Iterator[Chunk]:
+    arrow = extra("pyarrow", "to read .parquet files")
+    parquet = extra("pyarrow.parquet", "to read .parquet files")
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            columns = [name for name in names if name in FIELDS] or names
+            groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            row, first = 0, 0
+            while first < len(groups) and row + groups[first] <= start:
+                row, first = row + groups[first], first + 1
+            whole = file.iter_batches(CHUNK_ROWS, row_groups=list(range(first, len(groups))), columns=columns)
+            for rows in whole:
+                stop = row + len(rows)
+                if stop > start:
+                    rows, row = rows.slice(max(start - row, 0)), max(start, row)
+                    read = found.bytes * stop // max(sum(groups), 1)
+                    yield Chunk(number, found.name, row, stop, "rows", _arrow_bytes(arrow, rows), read)
+                row = stop
+    except arrow.ArrowException as error:
+        raise OSError(" ".join(str(error).split())) from None
+
+
+def _arrow_bytes(arrow: Any, rows: Any) -> bytes:
+    """With its schema, and without the rest of the buffers of which the rows are a part."""
+    sink = arrow.BufferOutputStream()
+    with arrow.ipc.new_stream(sink, rows.schema) as stream:
+        stream.write_batch(rows)
+    return cast(bytes, sink.getvalue().to_pybytes())
+
+
+def _read_named(name: str, number: int, start: int) -> Iterator[Chunk]:
+    load = extra("datasets", f"to stream {name} from Hugging Face").load_dataset
+    named = NAMED[name]
+    try:
+        if named.files is None:
+            records = load(named.repository, split="train", streaming=True)
+        else:
+            builder = "parquet" if named.files.endswith(PARQUET) else "json"
+            where = f"hf://datasets/{named.repository}/{named.files}"
+            records = load(builder, data_files=where, split="train", streaming=True)
+        kept: list[dict[str, Any]] = []
+        stop = start
+        for record in records.skip(start):
+            kept.append({field: record[field] for field in record if field in FIELDS} or dict(record))
+            stop += 1
+            if len(kept) == CHUNK_ROWS:
+                yield Chunk(number, name, stop - len(kept), stop, "records", kept, 0)
+                kept = []
+        if kept:
+            yield Chunk(number, name, stop - len(kept), stop, "records", kept, 0)
+    except Exception as error:  # whatever the network and the libraries under `datasets` raise
+        raise ValueError(
+            f"{name} cannot be read from Hugging Face ({type(error).__name__}: {_short(error)}): run the same command "
+            f"again to go on, or, for a machine without network, run elsewhere `{download_command(name)}` and give the "
+            "folder instead of the name"
+        ) from error
+
+
+def download_command(name: str) -> str:
+    """Fetches the files of a named dataset into a folder of that name."""
+    named = NAMED[name]
+    include = f" --include '{named.files}'" if named.files else " --include '*train*'"
+    return f"hf download {named.repository} --repo-type dataset{include} --local-dir {name}"
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 160 else text[:159] + "…"
+
+
+def extra(module: str, purpose: str) -> Any:
+    """A package that not everyone needs."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise ValueError(
+            f"the package {package} is needed {purpose}: install it with pip install 'thoughtbubbles[data]', or give "
+            "the data as .jsonl or .jsonl.gz files"
+        ) from None

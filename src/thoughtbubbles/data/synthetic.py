@@ -1,0 +1,140 @@
+"""Text made from a seed, for tests and first runs: no files, no network, the same bytes on every machine, for ever.
+
+Document i of a seed is a few lines of sums, copies, reversals and small sentences, a pure function of (seed, i):
+
+    37+48=85
+    copy tqkzu: tqkzu
+    reverse abc: cba
+    the old cat likes every small river.
+
+Part of it is learned within minutes (spelling, grammar, copying), part takes thought (sums, reversals). Tokens are
+bytes: ids 0–255, and 256 for end-of-text.
+"""
+
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from thoughtbubbles.data.shards import Index, ShardWriter, open_dataset, read_index, write_index
+from thoughtbubbles.data.shuffle import GAMMA, key_of, mix64
+from thoughtbubbles.data.tokenizer import tokenizer
+
+BYTES = tokenizer("bytes")
+SHARD_TOKENS = 16_000_000
+DRAWS_PER_LINE = 8
+
+NOUNS = ("cat", "river", "house", "teacher", "tree", "bird", "king", "stone")
+ADJECTIVES = ("old", "small", "red", "quiet", "happy", "dark")
+VERBS = ("likes", "sees", "finds", "follows", "remembers")
+ARTICLES = ("the", "a", "every")
+SENTENCE = (ARTICLES, ADJECTIVES, NOUNS, VERBS, ARTICLES, ADJECTIVES, NOUNS)
+
+
+def documents(seed: int, *, first: int = 0, step: int = 1) -> Iterator[str]:
+    """Documents first, first + step, … of a seed, without end."""
+    return (document(seed, i) for i in count(first, step))
+
+
+def document(seed: int, i: int) -> str:
+    n_lines = 4 + int(mix64(key_of(seed, i))[0]) % 9
+    steps = np.arange(1, n_lines * DRAWS_PER_LINE + 1, dtype=np.uint64)
+    draws = mix64(key_of(seed, i) + steps * GAMMA).reshape(n_lines, DRAWS_PER_LINE).tolist()
+    return "\n".join(_line(*line) for line in draws) + "\n"
+
+
+def _line(form: int, *draws: int) -> str:
+    a, b = draws[0] % 100, draws[1] % 100
+    word = _word(draws[0])
+    match form % 4:
+        case 0:
+            return f"{a}+{b}={a + b}"
+        case 1:
+            return f"copy {word}: {word}"
+        case 2:
+            return f"reverse {word}: {word[::-1]}"
+        case _:
+            chosen = (part[draw % len(part)] for part, draw in zip(SENTENCE, draws, strict=True))
+            return " ".join(chosen) + "."
+
+
+def _word(draw: int) -> str:
+    """Three to six letters."""
+    size, draw = 3 + draw % 4, draw // 4
+    return "".join(chr(ord("a") + draw // 26**k % 26) for k in range(size))
+
+
+def write_synthetic(folder: Path, *, n_tokens: int, seed: int) -> None:
+    """A prepared folder: n_tokens tokens to train on; a tenth as many, 1,000 at least, of other documents held out.
+
+    Does nothing where the folder holds this already; several processes may ask for it at the same time.
+    """
+    if n_tokens < 1:
+        raise ValueError(f"n_tokens = {n_tokens}: give 1 or more")
+    sizes = {"train": n_tokens, "val": max(n_tokens // 10, 1000)}
+    texts = (
+        (split, tokens)
+        for first, split in enumerate(sizes)
+        for tokens in _first_tokens(sizes[split], documents(seed, first=first, step=2))
+    )
+    write_once(folder, texts, notes={"made_by": "synthetic", "version": 1, "n_tokens": n_tokens, "seed": seed})
+
+
+def _first_tokens(n_tokens: int, texts: Iterable[str]) -> Iterator[np.ndarray]:
+    """Exactly so many; the last document is cut short, and ends in end-of-text nevertheless."""
+    for text in texts:
+        tokens = encode(text)
+        if len(tokens) >= n_tokens:
+            yield np.append(tokens[: n_tokens - 1], tokens[-1])
+            return
+        n_tokens -= len(tokens)
+        yield tokens
+
+
+def encode(text: str) -> np.ndarray:
+    """The bytes of a document, and end-of-text."""
+    return np.append(BYTES.encode_array(text), np.uint16(BYTES.end_of_text))
+
+
+def write_once(folder: Path, texts: Iterable[tuple[str, np.ndarray]], *, notes: dict[str, Any]) -> None:
+    """Writes pairs of split (`train` or `val`) and document as a prepared folder, unless it is there: see its notes.
+
+    The folder is written under another name and renamed when complete. Of several processes the first to finish wins,
+    and the others keep its folder.
+    """
+    if _holds(folder, notes):
+        return
+    temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
+    try:
+        writers = {s: ShardWriter(temporary, s, kind="text", shard_tokens=SHARD_TOKENS) for s in ("train", "val")}
+        for split, tokens in texts:
+            writers[split].add(tokens)
+        for writer in writers.values():
+            writer.close()
+        splits = {split: writer.finished for split, writer in writers.items()}
+        write_index(temporary, Index("text", BYTES.name, BYTES.end_of_text, BYTES.size, splits, notes))
+        try:
+            temporary.rename(folder)  # in the place of an empty folder, never of one with files
+        except OSError:
+            if not _holds(folder, notes):
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _holds(folder: Path, notes: dict[str, Any]) -> bool:
+    if not folder.exists() or not any(folder.iterdir()):
+        return False
+    try:
+        found = read_index(folder).notes
+        if found != notes:
+            raise ValueError(f"{folder} holds {found}, not {notes}")
+        for split in ("train", "val"):
+            open_dataset(folder, split=split)
+    except ValueError as error:
+        raise ValueError(f"cannot write to {folder}: {error}. Remove this folder, or give another") from None
+    return True

@@ -1,0 +1,1 @@
+"""Thinking while writing: from a model to text."""

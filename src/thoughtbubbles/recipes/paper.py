@@ -1,0 +1,130 @@
+"""The paper's runs, each with our causal selection beside the paper's block selection.
+
+Scaling suite (its topology table): 150m, 319m and 772m, each as plain GPT, copy-3, copy-5 and with r = 2 and r = 4
+streams a token, on OpenWebText and on peS2o: 64 × 512 tokens a step, 2.5B tokens, 1 % warm-up, cosine to 10 %.
+
+Scale-up (1.9b): 480 × 512 tokens a step; 40B tokens of 70 % FineWeb and 30 % peS2o with 10 % warm-up and then a
+constant rate, kept half-way too; then 2B tokens of a mid-training mixture in which the rate falls to 10 % by a cosine.
+
+Ablations: the original stream alone decides ("keep rightmost"), attention not attenuated ("don't mask attn"), no
+attenuation at all, and fork layers before every fourth block ("extended forking").
+
+Data is looked for in data/openwebtext, data/pes2o and so on: `thoughtbubbles prepare NAME --out data/NAME` makes them.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from thoughtbubbles.model.config import ModelConfig, every_fourth_layer
+from thoughtbubbles.train.config import ComputeConfig, DataConfig, OptimConfig, RunConfig, SaveConfig
+
+Recipes = Iterator[tuple[str, Callable[[], RunConfig], str]]
+
+SUITE = {"150m": 8, "319m": 4, "772m": 2}  # size: rows of one forward in the paper
+CORPORA = {"owt": ("openwebtext", "OpenWebText"), "pes2o": ("pes2o", "peS2o")}
+BASELINES = {"plain": "plain GPT", "copy-3": "every embedding three times", "copy-5": "every embedding five times"}
+PRETRAINING = ("data/fineweb=0.7", "data/pes2o=0.3")
+MIDTRAINING = (
+    "data/mmlu=0.05",
+    "data/smoltalk=0.30",
+    "data/fineweb=0.175",  # 25 % pretraining mixture: 70 % and 30 % of it
+    "data/pes2o=0.075",
+    "data/gsm8k-aug=0.40",
+)
+
+
+def model(size: str, form: str, changes: dict[str, Any] | None = None) -> ModelConfig:
+    """`form`: plain, copy-3, copy-5, or r2 / r4, with -paper behind it for block selection."""
+    if not form.startswith("r"):
+        return ModelConfig.named(f"{size}-{form}")
+    budget, _, rule = form.partition("-")
+    named = ModelConfig.named(f"{size}-paper" if rule == "paper" else size)
+    return replace(named, budget=int(budget[1:]), **(changes or {}))
+
+
+def suite(name: str, size: str, form: str, corpus: str, changes: dict[str, Any] | None = None) -> RunConfig:
+    return RunConfig(
+        name=name,
+        model=model(size, form, changes),
+        tokens=2_500_000_000,
+        tokens_per_step=64 * 512,
+        data=DataConfig(mixture=(f"data/{CORPORA[corpus][0]}",)),
+        optim=OptimConfig(lr=2.5e-4, warmup=0.01, schedule="cosine", floor=0.1),
+        compute=ComputeConfig(micro_rows=SUITE[size]),
+    )
+
+
+def scale_up(name: str, form: str) -> RunConfig:
+    """Stage one at 1.9b: warm-up, then constant, so that the half-way checkpoint is a run of 20B tokens of its own."""
+    return RunConfig(
+        name=name,
+        model=model("1.9b", form),
+        tokens=40_000_000_000,
+        tokens_per_step=480 * 512,
+        data=DataConfig(mixture=PRETRAINING),
+        optim=OptimConfig(lr=2.5e-4, warmup=0.1, schedule="constant"),
+        compute=ComputeConfig(micro_rows=4),
+        save=SaveConfig(every=1000, milestones=(0.5,)),
+    )
+
+
+def midtrain(name: str, form: str) -> RunConfig:
+    """Stage two at 1.9b; start it with --init-from a checkpoint of stage one."""
+    return replace(
+        scale_up(name, form),
+        tokens=2_000_000_000,
+        data=DataConfig(mixture=MIDTRAINING),
+        optim=OptimConfig(lr=2.5e-4, warmup=0.0, schedule="cosine", floor=0.1),
+        save=SaveConfig(every=1000),
+    )
+
+
+# name: (size, changes to the model, the run's tokens, what it shows)
+ABLATIONS: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    "original-merge": ("150m", {"merge": "original"}, 2_400_000_000, "only the original stream is decoded"),
+    "attention-gates-off": (
+        "150m",
+        {"gate_qk": False, "gate_v": False},
+        2_400_000_000,
+        "scores do not weaken attention",
+    ),
+    "all-gates-off": (
+        "150m",
+        {"gate_qk": False, "gate_v": False, "gate_residual": False},
+        2_400_000_000,
+        "scores weaken nothing; only the merge uses them",
+    ),
+    "extended-forking": (
+        "772m",
+        {"fork_layers": every_fourth_layer(36)},
+        25_000 * 64 * 512,
+        "fork layers before every fourth block",
+    ),
+}
+
+
+def ablation(name: str, kind: str, form: str) -> RunConfig:
+    size, changes, tokens, _ = ABLATIONS[kind]
+    return replace(suite(name, size, form, "owt", changes), tokens=tokens)
+
+
+def recipes() -> Recipes:
+    rules = {"": "causal selection (ours)", "-paper": "block selection (the paper's)"}
+    forms = BASELINES | {
+        f"r{r}{rule}": f"{r} streams a token, {words}" for r in (2, 4) for rule, words in rules.items()
+    }
+    for size in SUITE:
+        for form, words in forms.items():
+            for corpus, (_, title) in CORPORA.items():
+                name = f"{size}-{form}-{corpus}"
+                yield name, partial(suite, name, size, form, corpus), f"{words}, {title}"
+    for form in ("plain", "r2", "r2-paper"):
+        name = f"1.9b-{form}"
+        yield name, partial(scale_up, name, form), f"{forms[form]}, FineWeb and peS2o"
+        yield f"{name}-midtrain", partial(midtrain, f"{name}-midtrain", form), f"{forms[form]}, second stage"
+    for kind, (size, _, _, words) in ABLATIONS.items():
+        for rule, rule_words in rules.items():
+            name = f"{size}-{kind}{rule}"
+            yield name, partial(ablation, name, kind, f"r2{rule}"), f"{words}, {rule_words}"

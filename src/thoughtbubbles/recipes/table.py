@@ -1,0 +1,78 @@
+"""Recipes at a glance, and one step of any of them at reduced size."""
+
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.cost import Cost, cost
+from thoughtbubbles.recipes import RECIPES
+from thoughtbubbles.train.config import ComputeConfig, DataConfig, EvalConfig, LogConfig, RunConfig, SaveConfig
+from thoughtbubbles.train.loop import Result, train
+
+
+def show_recipes() -> None:
+    table = Table(title="thoughtbubbles train RECIPE")
+    table.add_column("recipe", no_wrap=True)
+    for heading in ("parameters", "tokens", "EFLOP"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("what it is")
+    for name, recipe in RECIPES.items():
+        config = recipe.make()
+        found = cost(config.model)
+        flops = expected_flops(config, found)
+        table.add_row(name, f"{found.parameters:,}", _short(config.tokens), f"{flops / 1e18:,.4g}", recipe.summary)
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+def expected_flops(config: RunConfig, found: Cost) -> float:
+    """Forward and backward over all steps, as counted everywhere."""
+    return config.steps * config.rows * float(found.flops)
+
+
+def _short(n: int) -> str:
+    return f"{n / 1e9:g}B" if n >= 1e9 else f"{n / 1e6:.3g}M"
+
+
+def reduced(config: RunConfig, out: Path) -> RunConfig:
+    """The same run in small: its shape, rule, merge, schedule and optimizer, narrow and short, on data made here."""
+    model = config.model
+    n_layer = min(model.n_layer, (max(model.fork_layers) + 1) if model.fork_layers else 4)
+    small: ModelConfig = replace(model, n_layer=n_layer, n_head=2, width=16, vocab_size=384, block_size=16)
+    return replace(
+        config,
+        model=small,
+        tokens=4 * 16,
+        tokens_per_step=4 * 16,
+        data=DataConfig(mixture=("synthetic",)),
+        compute=ComputeConfig(
+            device=config.compute.device,
+            precision=config.compute.precision,
+            compile=False,
+            recompute=config.compute.recompute,
+            micro_rows=1,
+        ),
+        save=SaveConfig(milestones=config.save.milestones),
+        eval=EvalConfig(tokens=256, sample_tokens=0),
+        log=LogConfig(),
+        init_from=None,
+        out=out,
+    )
+
+
+def dry_run(config: RunConfig) -> Result:
+    """Counts the full model, takes one step of the reduced one, and prints the resolved config."""
+    found = cost(config.model)
+    with tempfile.TemporaryDirectory() as folder:
+        result = train(reduced(config, Path(folder) / config.name))
+    print(json.dumps(config.as_dict(), indent=2))
+    print(
+        f"{config.name}: {found.parameters:,} parameters, {config.steps:,} steps of {config.tokens_per_step:,} tokens, "
+        f"{expected_flops(config, found) / 1e18:,.4g} EFLOP; one step at reduced size went well"
+    )
+    return result

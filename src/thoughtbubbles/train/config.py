@@ -1,0 +1,241 @@
+"""RunConfig: everything that defines a training run, checked once. Field docstrings are the help text of the command.
+
+A run is the same run wherever it goes on: on another number of devices, after a kill, with other logging. `same_run`
+says which fields may change between a start and a resume.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from thoughtbubbles.data.loader import Source
+from thoughtbubbles.model.config import ModelConfig
+
+Device = Literal["auto", "cpu", "cuda", "mps"]
+Precision = Literal["auto", "bf16", "float32", "float64"]
+Schedule = Literal["cosine", "wsd", "constant"]
+Optimizer = Literal["adamw", "muon"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    mixture: tuple[str, ...] = ("synthetic",)
+    """Prepared folders, each as DIR or DIR=WEIGHT (its share of the rows); `synthetic` and `stdlib` are made on the
+    spot: byte text from a formula, and the documentation inside Python's own standard library."""
+    verify: bool = True
+    """Check every shard's checksum before step 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    kind: Optimizer = "adamw"
+    """muon: torch.optim.Muon for the matrices of the blocks, AdamW for everything else."""
+    lr: float = 2.5e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the two moments."""
+    weight_decay: float = 0.1
+    """Of tensors with two dimensions or more."""
+    clip: float = 1.0
+    """Largest norm of the whole gradient; 0 does not clip."""
+    schedule: Schedule = "cosine"
+    """Of the learning rate after the warm-up. wsd: constant, then a linear fall over the last part (`decay`)."""
+    warmup: float = 0.01
+    """Share of the steps in which the learning rate rises from 0."""
+    decay: float = 0.2
+    """Share of the steps at the end in which wsd falls."""
+    floor: float = 0.1
+    """Share of the peak at which cosine and wsd end."""
+    max_skipped: int = 10
+    """Steps in a row that may be skipped for a loss or gradient that is not finite, before the run stops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeConfig:
+    device: Device = "auto"
+    """auto: cuda where there is one, else mps, else cpu."""
+    precision: Precision = "auto"
+    """Of matrix products; weights, residual, scores and loss stay float32. auto: bf16 on CUDA, float32 elsewhere."""
+    compile: bool | None = None
+    """torch.compile for each block. By default on CUDA only."""
+    recompute: bool = False
+    """Activation checkpointing: blocks are computed again in the backward, for less memory."""
+    micro_rows: int | None = None
+    """Rows of one forward on one device; gradients add up over the rest. All of a device's rows by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveConfig:
+    every: int = 1000
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep: int = 2
+    """Checkpoints to keep besides milestones."""
+    milestones: tuple[float, ...] = ()
+    """Shares of the run after which a checkpoint is kept for good, such as 0.5."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    every: int = 1000
+    """Steps between evaluations on the held-out split; 0 evaluates at the end only."""
+    tokens: int = 1 << 20
+    """Held-out tokens of each source to use, at most."""
+    sample_tokens: int = 64
+    """Tokens to write after each prompt at every evaluation; 0 writes none."""
+    prompts: tuple[str, ...] = ("The ",)
+    """What samples begin with."""
+    temperature: float = 0.8
+    """Of the samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    every: int = 10
+    """Steps between log lines. Every step goes to metrics.jsonl all the same."""
+    peak_tflops: float | None = None
+    """What MFU is measured against, for each device; known for common GPUs."""
+    wandb: str | None = None
+    """Project to log to with Weights & Biases (extra `wandb`)."""
+    tensorboard: bool = False
+    """Also write TensorBoard events into the run's folder (extra `tensorboard`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    name: str
+    """What the run is called in logs."""
+    model: ModelConfig
+    """The model's shape."""
+    tokens: int
+    """Tokens to train on, rounded up to whole steps."""
+    tokens_per_step: int
+    """Tokens of one optimizer step over all devices: a multiple of the block size."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """What to learn from."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """How to learn."""
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+    """Where, and in which precision."""
+    save: SaveConfig = field(default_factory=SaveConfig)
+    """Checkpoints."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Held-out loss and samples."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """What is shown and written."""
+    seed: int = 0
+    """Of the initial weights, the order of the data and the samples."""
+    out: Path | None = None
+    """The run's folder; runs/NAME by default."""
+    init_from: Path | None = None
+    """Start from a model's weights: a model folder, a checkpoint or a run. Fork layers that it lacks start fresh."""
+
+    def __post_init__(self) -> None:
+        block = self.model.block_size
+        _require(
+            self.tokens_per_step > 0 and self.tokens_per_step % block == 0,
+            "tokens_per_step",
+            self.tokens_per_step,
+            f"give a multiple of the block size, {block}",
+        )
+        _require(self.tokens > 0, "tokens", self.tokens, "give 1 or more")
+        _require(bool(self.data.mixture), "data.mixture", self.data.mixture, "name at least one prepared folder")
+        for entry in self.data.mixture:
+            Source.parse(entry)
+        self._check_optim()
+        for group, names in (
+            ("save", ("every", "keep")),
+            ("eval", ("every", "sample_tokens")),
+            ("optim", ("max_skipped",)),
+        ):
+            for name in names:
+                value = getattr(getattr(self, group), name)
+                _require(value >= 0, f"{group}.{name}", value, "give 0 or more")
+        _require(self.save.keep >= 1, "save.keep", self.save.keep, "keep 1 or more, or nothing could be resumed")
+        for share in self.save.milestones:
+            _require(0 < share <= 1, "save.milestones", share, "give shares of the run between 0 and 1, such as 0.5")
+        _require(self.log.every >= 1, "log.every", self.log.every, "give 1 or more")
+        _require(self.eval.tokens >= block, "eval.tokens", self.eval.tokens, f"give at least one row, {block}")
+        _require(self.eval.temperature >= 0, "eval.temperature", self.eval.temperature, "give 0 (greedy) or more")
+        micro = self.compute.micro_rows
+        _require(
+            micro is None or (micro >= 1 and self.rows % micro == 0),
+            "compute.micro_rows",
+            micro,
+            f"give a divisor of the {self.rows} rows of a step",
+        )
+        for name, kind in (("device", Device), ("precision", Precision)):
+            value = getattr(self.compute, name)
+            _require(value in get_args(kind), f"compute.{name}", value, f"choose one of {get_args(kind)}")
+
+    def _check_optim(self) -> None:
+        optim = self.optim
+        for name, kind in (("kind", Optimizer), ("schedule", Schedule)):
+            value = getattr(optim, name)
+            _require(value in get_args(kind), f"optim.{name}", value, f"choose one of {get_args(kind)}")
+        _require(math.isfinite(optim.lr) and optim.lr > 0, "optim.lr", optim.lr, "give a positive number")
+        for name in ("warmup", "decay", "floor"):
+            value = getattr(optim, name)
+            _require(0 <= value <= 1, f"optim.{name}", value, "give a share between 0 and 1")
+        for beta in optim.betas:
+            _require(0 <= beta < 1, "optim.betas", optim.betas, "give two numbers from 0 to below 1")
+        _require(optim.clip >= 0, "optim.clip", optim.clip, "give 0 (no clipping) or more")
+        _require(optim.weight_decay >= 0, "optim.weight_decay", optim.weight_decay, "give 0 or more")
+
+    @property
+    def rows(self) -> int:
+        """Rows of one step over all devices."""
+        return self.tokens_per_step // self.model.block_size
+
+    @property
+    def steps(self) -> int:
+        return -(-self.tokens // self.tokens_per_step)
+
+    @property
+    def folder(self) -> Path:
+        return Path("runs") / self.name if self.out is None else self.out
+
+    @property
+    def milestone_steps(self) -> set[int]:
+        """Counted in finished steps."""
+        return {max(1, round(share * self.steps)) for share in self.save.milestones}
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return _plain(asdict(self))
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Where two configs (as dictionaries) would not be the same run, in words."""
+    found = []
+    for name in (f.name for f in fields(RunConfig) if f.name not in MAY_CHANGE):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += [
+                f"{name}.{key} was {old.get(key)!r}, is {new.get(key)!r}"
+                for key in sorted(old.keys() | new.keys())
+                if f"{name}.{key}" not in MAY_CHANGE and old.get(key) != new.get(key)
+            ]
+        elif old != new:
+            found.append(f"{name} was {old!r}, is {new!r}")
+    return found
+
+
+# Where a run happens, what is logged, kept and evaluated; nothing that the weights depend on.
+MAY_CHANGE = {
+    *("name", "out", "save", "eval", "log", "data.verify", "optim.max_skipped"),
+    *("compute.device", "compute.compile", "compute.recompute", "compute.micro_rows"),
+}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _require(condition: bool, name: str, value: object, remedy: str) -> None:
+    if not condition:
+        raise ValueError(f"--{name.replace('_', '-')} {value}: {remedy}")

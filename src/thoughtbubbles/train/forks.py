@@ -1,0 +1,40 @@
+"""What the fork layers did with a batch: streams a token, scores, dropped candidates."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from thoughtbubbles.model.fork import ForkRecord
+
+QUANTILES = (0.1, 0.5, 0.9)
+
+
+@torch.no_grad()
+def fork_statistics(records: Sequence[ForkRecord], lengths: Int[Tensor, "B"], n_tokens: int) -> list[dict[str, Any]]:
+    """For each fork layer, over real tokens and candidates only:
+
+    streams   mean number of streams a token after the layer
+    dropped   share of the candidates that did not survive
+    scores    quantiles (10, 50, 90 %) of the candidates' scores
+    """
+    found = []
+    token = torch.arange(n_tokens, device=lengths.device)
+    token = torch.where(token < lengths[:, None], token, n_tokens)  # of the streams that come into the layer
+    for record in records:
+        real = (token < n_tokens).repeat_interleave(2, dim=1)
+        scores = record.log_score[real].float().exp()
+        quantiles = torch.quantile(_at_most(scores, 1 << 20), torch.tensor(QUANTILES, device=scores.device))
+        kept = record.selected.sum() / real.sum()
+        streams = record.bubble_size.sum() / lengths.sum()
+        numbers = torch.stack([streams, 1 - kept, *quantiles]).tolist()
+        found.append({"layer": record.layer, "streams": numbers[0], "dropped": numbers[1], "scores": numbers[2:]})
+        token = record.token
+    return found
+
+
+def _at_most(values: Tensor, n: int) -> Tensor:
+    """torch.quantile takes no more than 16M values; evenly spaced ones do."""
+    return values[:: -(-len(values) // n)] if len(values) > n else values

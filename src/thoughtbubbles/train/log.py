@@ -1,0 +1,205 @@
+"""What a run shows and writes: a progress bar where a person watches, plain lines otherwise, metrics.jsonl always."""
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from thoughtbubbles.checkpoint import write_json
+from thoughtbubbles.train.config import LogConfig
+
+# Dense bfloat16 TFLOP/s from the makers' data sheets, by a part of torch's name for the device.
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "GH200": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "RTX 4090": 165.0,
+}
+
+
+def peak_tflops(config: LogConfig, device: torch.device) -> float | None:
+    if config.peak_tflops is not None or device.type != "cuda":
+        return config.peak_tflops
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+class Log:
+    """Of one run, on its first rank; the other ranks are quiet."""
+
+    def __init__(self, folder: Path, config: LogConfig, *, name: str, steps: int, is_first: bool):
+        self.folder, self.config, self.steps, self.is_first = folder, config, steps, is_first
+        self.console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self.metrics: TextIO | None = None
+        self.failed = False
+        self._progress: Progress | None = None
+        self._name = name
+        self._sinks: list[Any] = []
+
+    def start(self, config: dict[str, Any], *, done: int) -> None:
+        """Goes on after `done` finished steps: what an interrupted run has logged beyond them is taken back."""
+        if not self.is_first:
+            return
+        path = self.folder / "metrics.jsonl"
+        if path.exists():
+            _take_back(path, done)
+        self._sinks = list(_sinks(self.config, self.folder, self._name, config))
+        self.metrics = path.open("a")
+        if self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[facts]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._progress.start()
+            self._task = self._progress.add_task(self._name, total=self.steps, completed=done, facts="")
+
+    def step(self, facts: dict[str, Any]) -> None:
+        self.write(facts)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=facts["step"], facts=_short(facts))
+        elif facts["step"] % self.config.every == 0 or facts["step"] in (1, self.steps):
+            self.say(f"step {facts['step']}/{self.steps}  {_short(facts)}")
+
+    def write(self, facts: dict[str, Any]) -> None:
+        """One line of metrics.jsonl, and the numbers to whoever else listens."""
+        if self.metrics is None:
+            return
+        try:
+            self.metrics.write(json.dumps(_json(facts)) + "\n")
+            self.metrics.flush()
+        except OSError as error:
+            if not self.failed:  # training matters more than its log
+                self.say(f"metrics.jsonl cannot be written ({error.strerror}); the run goes on without it")
+            self.failed = True
+        for sink in self._sinks:
+            sink(facts["step"], _flat(facts))
+
+    def say(self, text: str) -> None:
+        if self.is_first:
+            self.console.print(text, markup=False)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if self.metrics is not None:
+            try:
+                self.metrics.close()
+            except OSError:
+                self.failed = True
+
+
+class Speed:
+    """Tokens and FLOPs a second since the last reading."""
+
+    def __init__(self, *, flops_per_token: float, peak: float | None, world: int, tokens: int):
+        self.flops_per_token, self.peak, self.world = flops_per_token, peak, world
+        self._at, self._tokens = time.perf_counter(), tokens
+
+    def read(self, tokens: int) -> dict[str, float]:
+        now = time.perf_counter()
+        rate = (tokens - self._tokens) / max(now - self._at, 1e-9)
+        self._at, self._tokens = now, tokens
+        tflops = rate * self.flops_per_token / 1e12 / self.world
+        facts = {"tokens_per_second": rate, "tflops_per_device": tflops}
+        return facts if self.peak is None else {**facts, "mfu": tflops / self.peak}
+
+    def pause(self, tokens: int) -> None:
+        """Evaluation and saving are not training: their time is left out."""
+        self._at, self._tokens = time.perf_counter(), tokens
+
+
+def _short(facts: dict[str, Any]) -> str:
+    parts = [f"loss {facts['loss']:.4f}", f"lr {facts['lr']:.2e}", f"norm {facts['gradient_norm']:.3f}"]
+    if facts.get("skipped"):
+        parts.append("SKIPPED (not finite)")
+    if "tokens_per_second" in facts:
+        parts.append(f"{facts['tokens_per_second']:,.0f} tokens/s")
+    if "mfu" in facts:
+        parts.append(f"MFU {facts['mfu']:.1%}")
+    if facts.get("forks"):
+        parts.append("streams " + " ".join(f"{fork['streams']:.2f}" for fork in facts["forks"]))
+    return "  ".join(parts)
+
+
+def _json(value: Any) -> Any:
+    """Numbers that JSON does not know become text."""
+    if isinstance(value, dict):
+        return {key: _json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _flat(facts: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    found: dict[str, float] = {}
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{key}/")
+        elif isinstance(value, list):
+            found |= _flat({str(index): item for index, item in enumerate(value)}, f"{prefix}{key}/")
+        elif isinstance(value, (int, float)):
+            found[f"{prefix}{key}"] = float(value)
+    return found
+
+
+def _take_back(path: Path, done: int) -> None:
+    """Drops what came after step `done`; an evaluation at that step is made again. A line cut short goes too."""
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            facts = json.loads(line)
+        except ValueError:
+            continue
+        if facts["step"] < done or (facts["step"] == done and not any(key.startswith("held_out") for key in facts)):
+            kept.append(line)
+    partial = path.with_name(".metrics.jsonl.partial")
+    partial.write_text("".join(f"{line}\n" for line in kept))
+    partial.replace(path)
+
+
+def _sinks(config: LogConfig, folder: Path, name: str, run: dict[str, Any]) -> Any:
+    if config.wandb is not None:
+        try:
+            import wandb  # type: ignore[import-not-found, unused-ignore]
+        except ImportError:
+            raise ValueError("--log.wandb: install it first: pip install 'thoughtbubbles[wandb]'") from None
+        started = wandb.init(
+            project=config.wandb, name=name, dir=folder, config=run, id=_wandb_id(folder), resume="allow"
+        )
+        yield lambda step, facts: started.log(facts, step=step)
+    if config.tensorboard:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError("--log.tensorboard: install it first: pip install 'thoughtbubbles[tensorboard]'") from None
+        writer = SummaryWriter(folder / "tensorboard")
+
+        def write(step: int, facts: dict[str, float]) -> None:
+            for key, value in facts.items():
+                writer.add_scalar(key, value, step)
+            writer.flush()
+
+        yield write
+
+
+def _wandb_id(folder: Path) -> str:
+    """One run there for one run here, over all resumes."""
+    path = folder / "wandb.json"
+    if not path.exists():
+        write_json(path, {"id": f"{time.time_ns():x}"})
+    return str(json.loads(path.read_text())["id"])

@@ -1,0 +1,130 @@
+"""Parallelism around the model, never inside it: activation checkpointing, compilation, then FSDP2.
+
+Each block is one FSDP group. With bf16 its weights travel and work in bfloat16, while the masters, the gradients'
+reduction, and everything else (embedding, score heads, fork embeddings, final norm) stay float32. FSDP's own casting of
+inputs is off: it would round the log scores, and with them the decisions.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.train.config import ComputeConfig
+
+
+class World(NamedTuple):
+    """Who takes part. Under torchrun there is a process group, even for one rank; otherwise there is none."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    is_distributed: bool = False
+    saving: Any = None  # a CPU process group of its own: checkpoints are written while training goes on
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum over all ranks, in place."""
+        if self.is_distributed:
+            dist.all_reduce(values)
+        return values
+
+    def wait(self) -> None:
+        if self.is_distributed:
+            dist.barrier()
+
+
+def find_device(wanted: str) -> str:
+    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if wanted == "auto":
+        return next(name for name, is_here in found.items() if is_here)
+    if not found[wanted]:
+        here = ", ".join(name for name, is_here in found.items() if is_here)
+        raise ValueError(f"--compute.device {wanted}: this machine has none that torch can use; it has: {here}")
+    return wanted
+
+
+def find_precision(compute: ComputeConfig, device: str) -> str:
+    if compute.precision != "auto":
+        if compute.precision == "float64" and device == "mps":
+            raise ValueError("--compute.precision float64: mps has none; take cpu")
+        return compute.precision
+    return "bf16" if device == "cuda" else "float32"
+
+
+@contextmanager
+def join(compute: ComputeConfig) -> Iterator[World]:
+    """Joins the other ranks if torchrun started us, and leaves them at the end."""
+    kind = find_device(compute.device)
+    if "RANK" not in os.environ:
+        yield World(torch.device(kind))
+        return
+    if kind == "mps":
+        raise ValueError("--compute.device mps: many ranks need cuda or cpu")
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else 0)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None
+    )
+    try:
+        saving = dist.new_group(backend="gloo")
+        yield World(device, dist.get_rank(), dist.get_world_size(), True, saving)
+    finally:
+        dist.destroy_process_group()
+
+
+def parallelize(model: Thoughtbubbles, world: World, compute: ComputeConfig) -> None:
+    """In place; parameter names stay what they are."""
+    device = world.device.type
+    if compute.recompute:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+    if device == "cuda" if compute.compile is None else compute.compile:
+        for part in [*model.blocks, *model.forks.values()]:
+            part.compile()
+    if world.is_distributed:
+        _shard(model, world, find_precision(compute, device))
+
+
+def _shard(model: Thoughtbubbles, world: World, precision: str) -> None:
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    narrow = torch.bfloat16 if precision == "bf16" else None
+    wide = torch.float32 if precision == "bf16" else None
+    in_blocks = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide, cast_forward_inputs=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=in_blocks)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    for group in fsdp_groups(model):
+        group.set_gradient_divide_factor(1.0)  # losses are shares of one global mean, so gradients are summed
+    # Our outputs are views that nobody writes into.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+def fsdp_groups(model: torch.nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def sync_gradients(model: torch.nn.Module, on: bool) -> None:
+    """Gradients of all but the last micro-step add up locally before they are reduced."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(on)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor behind a shard. A collective: every rank must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,91 @@
+"""How a run begins: with fresh weights, with another model's, or where a checkpoint of its own left off."""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thoughtbubbles import __version__
+from thoughtbubbles.checkpoint import checkpoints, find_model, read_config, read_weights
+from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.train.config import RunConfig, differences
+from thoughtbubbles.train.state import newest_good, read_state
+
+
+def build_model(config: RunConfig) -> Thoughtbubbles:
+    """Initial weights on the CPU, where one seed gives the same numbers for every device and number of ranks."""
+    torch.manual_seed(config.seed)
+    model = Thoughtbubbles(config.model)
+    if config.init_from is not None:
+        initialize(model, config.init_from)
+    return model
+
+
+def initialize(model: Thoughtbubbles, path: Path) -> list[str]:
+    """Weights from a saved model. Fork layers that it lacks keep their fresh ones; returns their names."""
+    folder = find_model(path)
+    weights = read_weights(folder)
+    own = model.state_dict()
+    fresh = [name for name in own if name not in weights]
+    wrong = [f"{name} is missing" for name in fresh if not name.startswith("forks.")]
+    wrong += [f"{name} has no place in this model" for name in weights if name not in own]
+    wrong += [
+        f"{name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}"
+        for name, tensor in weights.items()
+        if name in own and tensor.shape != own[name].shape
+    ]
+    if wrong:
+        theirs = read_config(folder)
+        raise ValueError(
+            f"--init-from {path} does not fit the model: {'; '.join(wrong[:3])}. It has {theirs.n_layer} layers of "
+            f"width {theirs.width}, vocabulary {theirs.vocab_size} and fork layers {theirs.fork_layers}"
+        )
+    model.load_state_dict({**own, **weights})
+    return fresh
+
+
+def find_checkpoint(run: Path, *, resume: bool, say: Callable[[str], None]) -> Path | None:
+    """What to resume from; None starts at step 0."""
+    if not resume:
+        if checkpoints(run):
+            raise ValueError(f"{run} has checkpoints of a run: pass --resume to go on with it, or choose another --out")
+        return None
+    found = newest_good(run, say)
+    if found is None and checkpoints(run):
+        raise ValueError(f"no checkpoint in {run} is whole: begin again with another --out")
+    if found is None:
+        say(f"{run} has no checkpoint yet: starting at step 0")
+    return found
+
+
+def same_run(folder: Path, config: RunConfig, fingerprints: dict[str, int]) -> dict[str, Any]:
+    """The state of a checkpoint, if it belongs to this run."""
+    state = read_state(folder)
+    changed = differences(state["config"], json.loads(json.dumps(config.as_dict())))
+    changed += [
+        f"the data of {name} was prepared anew"
+        for name, crc in state["data"].items()
+        if fingerprints.get(name, crc) != crc
+    ]
+    if changed:
+        raise ValueError(
+            f"{folder} belongs to another run: {'; '.join(changed)}. Resume with the settings of before, or begin "
+            "a new run with --init-from"
+        )
+    return state
+
+
+def description(config: RunConfig) -> dict[str, Any]:
+    """What is written into the run's folder before step 0."""
+    return {
+        "config": config.as_dict(),
+        "command": sys.argv,
+        "versions": {"thoughtbubbles": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": platform.platform(),
+        "commit": os.environ.get("THOUGHTBUBBLES_COMMIT"),
+    }

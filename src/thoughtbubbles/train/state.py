@@ -1,0 +1,203 @@
+"""Checkpoints of a run: the model folder that any user opens, and beside it what training needs to go on.
+
+    RUN/step-00001000/
+      model/          config.json, model.safetensors, the tokenizer           (see checkpoint.py)
+      optimizer/      the optimizer's tensors, one safetensors file a rank    (torch's distributed checkpoint)
+      state.json      the step, which is also the position in the data and the state of all random numbers
+      manifest.json   size and checksum of every file
+
+A checkpoint is copied to host memory while training waits, written in the background, and renamed when it is whole; a
+disk that is full costs that checkpoint and nothing else. It can be loaded by any number of ranks.
+"""
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torch.distributed.tensor import DTensor
+
+from thoughtbubbles.checkpoint import (
+    checkpoints,
+    damage,
+    partial_folder,
+    publish,
+    write_json,
+    write_manifest,
+    write_model,
+)
+from thoughtbubbles.data.tokenizer import Tokenizer
+from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.train.optim import Optimizer
+from thoughtbubbles.train.parallel import World, whole
+
+
+class SaveError(Exception):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
+class Staged(NamedTuple):
+    """A copy of everything that a checkpoint holds, in host memory."""
+
+    weights: dict[str, Tensor]  # whole, on the first rank only
+    optimizer: dict[str, Tensor]  # this rank's shards
+    facts: dict[str, Any]
+
+
+class Checkpoints:
+    def __init__(self, run: Path, world: World, *, keep: int, milestones: set[int], tokenizer: Tokenizer | None):
+        self.run, self.world, self.keep, self.milestones, self.tokenizer = run, world, keep, milestones, tokenizer
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+
+    def save(self, model: Thoughtbubbles, optimizer: Optimizer, facts: dict[str, Any]) -> None:
+        """Begins to write the checkpoint of `facts["step"]`, when the one before it is done with."""
+        assert self._pending is None, "finish() comes before the next save()"
+        staged = _stage(model, optimizer, facts, self.world)
+        self._pending = self._writer.submit(self._write, model, staged)
+
+    def finish(self) -> None:
+        """Waits until what was begun is written; raises SaveError if it could not be."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(self, model: Thoughtbubbles, staged: Staged) -> None:
+        folder = self.run / folder_name(staged.facts["step"])
+        partial = folder.with_name(f".{folder.name}.partial")
+
+        def begin() -> None:
+            partial_folder(folder)
+            write_model(partial / "model", model.config, staged.weights, tokenizer=self.tokenizer)
+            write_json(partial / "state.json", staged.facts)
+            (partial / "optimizer").mkdir()
+
+        def end() -> None:
+            write_manifest(partial)
+            publish(partial, folder)
+            self._prune()
+
+        def give_up() -> None:
+            shutil.rmtree(partial, ignore_errors=True)
+
+        self._together(folder, begin if self.world.is_first else _nothing, give_up)
+        self._together(folder, lambda: _save_tensors(partial / "optimizer", staged.optimizer, self.world), give_up)
+        self._together(folder, end if self.world.is_first else _nothing, give_up)
+
+    def _together(self, folder: Path, work: Callable[[], None], give_up: Callable[[], None]) -> None:
+        """All ranks do their part, or all of them give up."""
+        trouble: str | None = None
+        try:
+            work()
+        except Exception as error:  # whatever it was: training must not end because of it
+            trouble = _reason(error)
+        troubles = [trouble]
+        if self.world.is_distributed:
+            troubles = [None] * self.world.size
+            dist.all_gather_object(troubles, trouble, group=self.world.saving)
+        if any(troubles):
+            if self.world.is_first:
+                give_up()
+            raise SaveError(f"{folder} could not be written: {next(filter(None, troubles))}")
+
+    def _prune(self) -> None:
+        kept = [folder for folder in checkpoints(self.run) if step_of(folder) not in self.milestones]
+        for folder in kept[: -self.keep]:
+            # Renamed first, so that a kill in the middle leaves no half of it under its name.
+            gone = folder.with_name(f".{folder.name}.old")
+            folder.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def newest_good(run: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that is undamaged; those that are damaged are named."""
+    for folder in reversed(checkpoints(run)):
+        wrong = damage(folder)
+        if wrong is None:
+            return folder
+        say(f"{folder} is damaged and is passed over: {wrong}")
+    return None
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "state.json").read_text())
+
+
+def restore(folder: Path, model: Thoughtbubbles, optimizer: Optimizer, world: World) -> None:
+    """Weights and optimizer, into shards for this number of ranks."""
+    _load_tensors(folder / "model", model.state_dict(), world)
+    tensors = {name: torch.empty_like(tensor) for name, tensor in optimizer.tensors().items()}
+    _load_tensors(folder / "optimizer", tensors, world)
+    optimizer.restore(tensors, read_state(folder)["updates"])
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _stage(model: Thoughtbubbles, optimizer: Optimizer, facts: dict[str, Any], world: World) -> Staged:
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        full = whole(tensor.detach())
+        if world.is_first:
+            weights[name] = full.to("cpu", copy=True)
+    return Staged(weights, {name: _host_copy(tensor) for name, tensor in optimizer.tensors().items()}, facts)
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", copy=True)
+    local = tensor.to_local().detach().to("cpu", copy=True)
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _be_quiet() -> None:
+    """One process is no mistake of ours: distributed checkpoint warns about it each time."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def _save_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
+    _be_quiet()
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    save_distributed(dict(tensors), storage_writer=writer, process_group=world.saving, no_dist=not world.is_distributed)
+
+
+def _load_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
+    _be_quiet()
+    reader = HuggingFaceStorageReader(str(folder))
+    load_distributed(dict(tensors), storage_reader=reader, process_group=world.saving, no_dist=not world.is_distributed)
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause: distributed checkpoint wraps what happened on each rank."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        first = next(iter(failures.values()))
+        error = first[0] if isinstance(first, tuple) else first
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
+
+
+def _nothing() -> None:
+    pass
+
+
+def clean(run: Path) -> None:
+    """Removes what a killed run has left half-written or half-removed."""
+    for leftover in [*run.glob(".step-*.partial"), *run.glob(".step-*.old")]:
+        shutil.rmtree(leftover, ignore_errors=True)

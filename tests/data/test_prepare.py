@@ -1,0 +1,423 @@
+"""Preparation: the same bytes for any number of processes and after any interruption, a clear word for every fault."""
+
+import json
+import lzma
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from thoughtbubbles.data.prepare import prepare
+from thoughtbubbles.data.shards import open_dataset
+from thoughtbubbles.data.tokenizer import tokenizer
+
+RUN = """
+import sys
+from pathlib import Path
+from thoughtbubbles.data import prepare, sources
+if __name__ == "__main__":
+    sources.CHUNK_BYTES = {chunk_bytes}
+    {before}
+    try:
+        prepare.prepare(({source!r},), out=Path({out!r}), {options})
+    except ValueError as error:
+        sys.exit(f"prepare: {{error}}")
+"""
+
+
+def command(source, out, *, chunk_bytes=1 << 20, before="", **options):
+    """A process of its own, to be killed."""
+    options = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    code = RUN.format(source=str(source), out=str(out), options=options, chunk_bytes=chunk_bytes, before=before)
+    return [sys.executable, "-c", code]
+
+
+def run(*arguments, **options):
+    return subprocess.run(command(*arguments, **options), capture_output=True, text=True)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def random_texts(n, *, words=120, seed=0):
+    generator = random.Random(seed)
+    pool = ["".join(generator.choices("abcdefghijklmnop", k=generator.randint(1, 9))) for _ in range(2000)]
+    return [" ".join(generator.choices(pool, k=generator.randint(1, 2 * words))) for _ in range(n)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Some seconds of work."""
+    texts = random_texts(4000, words=150)
+    return write_lines(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", [{"text": text} for text in texts])
+
+
+CORPUS_OPTIONS = {"shard_tokens": 150_000, "held_out": 0.01}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out") / "prepared"
+    prepare((str(corpus),), out=out, processes=1, **CORPUS_OPTIONS)
+    return contents(out)
+
+
+def documents(out, split):
+    tokens = np.concatenate([shard.tokens for shard in open_dataset(out, split=split).shards])
+    assert tokens[-1] == 256
+    parts = np.split(tokens, np.flatnonzero(tokens == 256) + 1)[:-1]
+    return [part[:-1].astype(np.uint8).tobytes().decode() for part in parts]
+
+
+def test_text(tmp_path, capsys):
+    texts = random_texts(400)
+    texts += texts[:200]  # duplicates
+    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in [*texts, ""]])
+    out = tmp_path / "out"
+    index = prepare((str(source),), out=out, tokenizer="bytes", processes=1, held_out=0.1, shard_tokens=50_000)
+    assert (index.kind, index.tokenizer, index.end_of_text, index.vocab_size) == ("text", "bytes", 256, 257)
+    assert [shard.n_tokens for shard in index.splits["train"][:-1]] == [50_000] * (len(index.splits["train"]) - 1)
+
+    train, val = documents(out, "train"), documents(out, "val")
+    assert not set(train) & set(val)  # a duplicate is on its twin's side
+    held = set(val)
+    assert train == [text for text in texts if text not in held]
+    assert val == [text for text in texts if text in held]
+    assert 0.05 < len(val) / len(texts) < 0.15
+    assert index.notes["documents"] == {"train": len(train), "val": len(val)}
+    assert index.notes["bytes"] == {"train": sum(map(len, train)), "val": sum(map(len, val))}
+
+    shown = capsys.readouterr().out
+    assert f"train{len(train):>21,}{sum(map(len, train)) + len(train):>18,}" in shown
+    assert "1 records were left out: there was nothing to learn in them" in shown
+    assert f"next: thoughtbubbles train tiny --data.mixture {out}" in shown
+
+
+def test_examples(tmp_path):
+    records = [{"question": f"{i} + {i}?", "answer": f"<<{i}+{i}={2 * i}>>#### {2 * i}"} for i in range(300)]
+    source, out = write_lines(tmp_path / "a.jsonl", records), tmp_path / "out"
+    index = prepare((str(source),), out=out, processes=1, held_out=0.1, shard_tokens=1000)
+    assert index.kind == "examples"
+    assert len(index.splits["train"]) > 2
+    tok, said = tokenizer("gpt2"), []
+    for split in ("train", "val"):
+        for shard in open_dataset(out, split=split).shards:
+            for a, b in zip(shard.offsets[:-1], shard.offsets[1:], strict=True):
+                tokens, mask = shard.tokens[a:b], shard.mask[a:b] == 1
+                number = int(tok.decode(tokens[~mask].tolist()).split()[0])
+                assert tok.decode(tokens.tolist()) == f"{number} + {number}?\n#### {2 * number}<|endoftext|>"
+                assert tok.decode(tokens[mask].tolist()) == f"#### {2 * number}<|endoftext|>"
+                said.append(number)
+    assert sorted(said) == list(range(300))
+
+
+@pytest.mark.parametrize("held_out", [1e-9, 0.999999])
+def test_both_sides_have_a_document(held_out, tmp_path):
+    for name, texts, expected in [
+        ("two", ["a", "a", "b", "a", "b"], {"train": 3, "val": 2}),
+        ("one", ["a", "a"], {"train": 2, "val": 0}),
+    ]:
+        source = write_lines(tmp_path / f"{name}.jsonl", [{"text": text} for text in texts])
+        index = prepare((str(source),), out=tmp_path / name, tokenizer="bytes", processes=1, held_out=held_out)
+        assert index.notes["documents"] == expected
+
+
+def test_nothing_held_out_on_demand(tmp_path, capsys):
+    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in random_texts(50)])
+    index = prepare((str(source),), out=tmp_path / "out", tokenizer="bytes", processes=1, held_out=0.0)
+    assert index.notes["documents"] == {"train": 50, "val": 0}
+    assert "nothing is held out" in capsys.readouterr().out
+
+
+def test_the_same_bytes_for_any_number_of_processes(corpus, uninterrupted, tmp_path):
+    done = run(corpus, tmp_path / "out", processes=2, chunk_bytes=100_000, **CORPUS_OPTIONS)
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "out") == uninterrupted
+    assert {name.split("-")[0] for name in uninterrupted} == {"index.json", "train", "val"}
+
+
+def test_limit(tmp_path):
+    texts = random_texts(100)
+    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    with source.open("a") as file:
+        file.write("broken\n")
+    out = tmp_path / "out"
+    index = prepare((str(source),), out=out, tokenizer="bytes", processes=1, limit=100)
+    assert sum(index.notes["documents"].values()) == 100
+    index = prepare((str(source),), out=tmp_path / "less", tokenizer="bytes", processes=1, limit=7)
+    assert documents(tmp_path / "less", "train") + documents(tmp_path / "less", "val") == [
+        texts[0],
+        *texts[2:7],
+        texts[1],
+    ]
+    with pytest.raises(ValueError, match=r"a.jsonl, line 101: not JSON"):
+        prepare((str(source),), out=tmp_path / "more", tokenizer="bytes", processes=1, limit=101)
+
+
+# Ends the process before its n-th operation on files in the folder, for every n in turn, and then goes on.
+EVERY_MOMENT = """
+import os, signal, sys
+from pathlib import Path
+from thoughtbubbles.data import output, prepare, sources
+
+sources.CHUNK_BYTES = 4000
+prepare.SAVE_SECONDS = 0
+folder = Path(sys.argv[1])
+options = dict(tokenizer="bytes", processes=1, shard_tokens=5_000, held_out=0.2)
+killed_at, seen = None, 0
+
+
+def count(event, arguments):
+    global seen
+    if killed_at is not None and event in ("open", "os.rename", "os.remove", "os.truncate"):
+        if str(folder / "out") in str(arguments[0]):
+            seen += 1
+            if seen == killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fork(out, n=None):
+    global killed_at
+    child = os.fork()
+    if child == 0:
+        killed_at = n
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        prepare.prepare((str(folder / "in"),), out=out, **options)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def contents(out):
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+sys.addaudithook(count)
+assert fork(folder / "whole") == 0
+whole = contents(folder / "whole")
+n, resumed = 0, 0
+while True:
+    n += 1
+    out = folder / f"out{n}"
+    if fork(out, n) == 0:
+        break
+    resumed += (out / output.JOURNAL).exists()
+    fork(out, 7 * n % 23 + 2)  # and once more
+    assert fork(out) == 0
+    assert contents(out) == whole, n
+print(n, resumed, len(whole))
+"""
+
+
+@pytest.mark.parametrize("kind", ["text", "examples"])
+def test_killed_at_every_moment(kind, tmp_path):
+    (tmp_path / "in").mkdir()
+    texts = random_texts(40, words=90)
+    records = [{"text": t} if kind == "text" else {"question": t[:50], "answer": t[50:]} for t in texts]
+    write_lines(tmp_path / "in" / "a.jsonl", records[:25])
+    write_lines(tmp_path / "in" / "b.jsonl", records[25:])
+    done = subprocess.run([sys.executable, "-c", EVERY_MOMENT, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    moments, resumed, files = map(int, done.stdout.split())
+    assert moments > 25
+    assert resumed > moments / 2
+    assert files >= 5
+
+
+def start_and_wait_for_a_shard(corpus, out):
+    process = subprocess.Popen(
+        command(corpus, out, processes=2, chunk_bytes=50_000, **CORPUS_OPTIONS),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (out / "train-00000.bin").exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    return process
+
+
+def children(process):
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            rest = status.read_text().rpartition(")")[2]
+            if int(rest.split()[1]) == process and b"spawn_main" in (status.parent / "cmdline").read_bytes():
+                found.append(int(status.parent.name))
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the worker processes through Linux's /proc")
+def test_killed_from_outside_with_its_workers(corpus, uninterrupted, tmp_path):
+    out = tmp_path / "out"
+    process = start_and_wait_for_a_shard(corpus, out)
+    workers = children(process.pid)
+    assert workers
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (out / "index.json").exists()
+
+    done = run(corpus, out, processes=1, **CORPUS_OPTIONS)  # with another number of processes
+    assert done.returncode == 0, done.stderr
+    assert "going on after" in done.stderr
+    assert contents(out) == uninterrupted
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline, "workers outlive their parent"
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the worker processes through Linux's /proc")
+def test_a_killed_worker(corpus, uninterrupted, tmp_path):
+    out = tmp_path / "out"
+    process = start_and_wait_for_a_shard(corpus, out)
+    os.kill(children(process.pid)[0], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "prepare: a process that tokenizes has died" in errors
+    assert "run the same command again, and it goes on where it stopped" in errors
+    assert "Traceback" not in errors
+
+    done = run(corpus, out, processes=1, **CORPUS_OPTIONS)
+    assert done.returncode == 0, done.stderr
+    assert contents(out) == uninterrupted
+
+
+def test_a_full_disk(tmp_path):
+    """A limit on the size of files stands for it: writing fails in the middle."""
+    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in random_texts(300)])
+    options = {"tokenizer": "bytes", "processes": 1, "shard_tokens": 60_000, "chunk_bytes": 20_000}
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
+    out = tmp_path / "out"
+    failed = run(source, out, before=limit, **options)
+    assert failed.returncode == 1
+    assert f"prepare: writing to {out} failed (File too large): make room or give another folder" in failed.stderr
+    assert "run the same command again, and it goes on where it stopped" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert run(source, out, **options).returncode == 0
+    assert run(source, tmp_path / "whole", **options).returncode == 0
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_finished_folder_is_left_alone(tmp_path, capsys):
+    source, out = write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}]), tmp_path / "out"
+    index = prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    capsys.readouterr()
+    assert prepare((str(source),), out=out, tokenizer="bytes", processes=1) == index
+    assert capsys.readouterr().out.startswith(f"{out} is prepared already; nothing to do\n")
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    with pytest.raises(ValueError, match=r"holds a prepared dataset with other settings \(held_out = 0.005\)"):
+        prepare((str(source),), out=out, tokenizer="bytes", processes=1, held_out=0.1)
+    write_lines(source, [{"text": "a"}, {"text": "bb"}])
+    with pytest.raises(ValueError, match="of the same sources, but their files have changed since"):
+        prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+
+
+def test_a_half_finished_folder_takes_only_the_same_settings(tmp_path):
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    write_lines(source, [{"text": "a"}, {"txt": "b"}])
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2: the record has the fields txt"):
+        prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+    with pytest.raises(ValueError, match=r"a half-finished preparation with other settings \(tokenizer = 'bytes'\)"):
+        prepare((str(source),), out=out, tokenizer="gpt2", processes=1)
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2: the record has the fields txt"):
+        prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path):
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    with pytest.raises(ValueError, match=r"already holds other files \(a.jsonl …\): give a new or empty folder"):
+        prepare((str(source),), out=tmp_path, tokenizer="bytes", processes=1)
+    assert contents(tmp_path) == {"a.jsonl": source.read_bytes()}
+
+
+def test_one_at_a_time(tmp_path):
+    from thoughtbubbles.data.output import locked
+
+    source, out = write_lines(tmp_path / "a.jsonl", [{"text": "a"}]), tmp_path / "out"
+    out.mkdir()
+    with locked(out), pytest.raises(ValueError, match="another process is preparing this folder"):
+        prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+
+
+def test_text_and_examples_do_not_mix(tmp_path):
+    text = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    examples = write_lines(tmp_path / "b.jsonl", [{"question": "q", "answer": "a"}])
+    with pytest.raises(ValueError, match=r"b.jsonl: here are questions or chats with answers, before there were plain"):
+        prepare((str(text), str(examples)), out=tmp_path / "out", tokenizer="bytes", processes=1)
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n'])
+def test_empty_input(content, tmp_path):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=r"sources = .*a.jsonl: there is no document in them"):
+        prepare((str(tmp_path / "a.jsonl"),), out=tmp_path / "out", tokenizer="bytes", processes=1)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokenizer": "gpt5"}, "tokenizer = 'gpt5': choose from gpt2, bytes"),
+        ({"processes": 0}, "processes = 0: give 1 or more"),
+        ({"held_out": 1.0}, "held_out = 1.0: give a share of the documents from 0 to below 1"),
+        ({"held_out": float("nan")}, "held_out = nan"),
+        ({"shard_tokens": 0}, "shard_tokens = 0: give at least 1 token"),
+        ({"limit": 0}, "limit = 0: give 1 document or more"),
+    ],
+)
+def test_mistakes_at_the_door(options, message, tmp_path):
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    with pytest.raises(ValueError, match=message):
+        prepare((str(source),), out=tmp_path / "out", **options)
+    with pytest.raises(ValueError, match="nowhere is neither a file or folder here nor one of the names"):
+        prepare(("nowhere",), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_preparation_needs_no_torch():
+    code = """
+import sys
+import thoughtbubbles.data.prepare
+assert not {"torch", "pyarrow", "datasets", "zstandard", "rich"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.data
+def test_real_text(tmp_path):
+    folder = os.environ.get("THOUGHTBUBBLES_DATA")
+    if not folder:
+        pytest.skip("THOUGHTBUBBLES_DATA names no folder with pretrain/val.jsonl.xz")
+    source = Path(folder, "pretrain", "val.jsonl.xz")
+    index = prepare((str(source),), out=tmp_path / "out", processes=2)
+    with lzma.open(source, "rt", encoding="utf-8") as file:
+        texts = [json.loads(line)["text"] for line in file]
+    n_tokens = sum(shard.n_tokens for shards in index.splits.values() for shard in shards)
+    assert sum(index.notes["documents"].values()) == len(texts) == 772
+    assert n_tokens == 945_497 + 772  # the documents' own tokens, and end-of-text after each
+    assert sum(index.notes["bytes"].values()) == sum(len(text.encode()) for text in texts)
+
+    tok, found = tokenizer("gpt2"), []
+    for split in ("train", "val"):
+        tokens = np.concatenate([shard.tokens for shard in open_dataset(tmp_path / "out", split=split).shards])
+        found += b"".join(tok._table[token] for token in tokens.tolist()).decode().split("<|endoftext|>")[:-1]
+    assert sorted(found) == sorted(texts)

@@ -1,0 +1,92 @@
+"""Every recipe builds, is what the paper says, and takes a step at reduced size."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from thoughtbubbles.data.synthetic import write_synthetic
+from thoughtbubbles.model.cost import cost
+from thoughtbubbles.recipes import RECIPES, recipe
+from thoughtbubbles.recipes.table import expected_flops, reduced
+from thoughtbubbles.train.config import DataConfig
+from thoughtbubbles.train.loop import train
+
+# The paper's topology table: size, approach, layers, heads, width, batch × accumulation, expanded size.
+TOPOLOGY = [
+    *((f"150m-{form}", 16, 12, 768, 8 * 8, streams) for form, streams in (("plain", 512), ("copy-3", 1536), ("copy-5", 2560), ("r2", 1024), ("r4", 2048))),
+    *((f"319m-{form}", 24, 16, 1024, 4 * 16, streams) for form, streams in (("plain", 512), ("copy-3", 1536), ("copy-5", 2560), ("r2", 1024), ("r4", 2048))),
+    *((f"772m-{form}", 36, 20, 1280, 2 * 32, streams) for form, streams in (("plain", 512), ("copy-3", 1536), ("copy-5", 2560), ("r2", 1024), ("r4", 2048))),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "corpus"
+    write_synthetic(folder, n_tokens=20_000, seed=0)
+    return folder
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_takes_a_step(name, corpus, tmp_path):
+    config = reduced(recipe(name), tmp_path / "run")
+    result = train(replace(config, data=DataConfig(mixture=(str(corpus),))))
+    assert result.finished
+    assert torch.isfinite(torch.tensor(result.held_out["corpus"]))
+
+
+@pytest.mark.parametrize("corpus_name", ["owt", "pes2o"])
+@pytest.mark.parametrize(("name", "layers", "heads", "width", "rows", "streams"), TOPOLOGY)
+def test_the_topology_table(name, layers, heads, width, rows, streams, corpus_name):
+    forms = [name, f"{name}-paper"] if name.split("-")[1].startswith("r") else [name]
+    for form in forms:
+        config = recipe(f"{form}-{corpus_name}")
+        model = config.model
+        assert (model.n_layer, model.n_head, model.width, config.rows) == (layers, heads, width, rows)
+        assert cost(model).streams[-1] == streams
+        assert model.selection == ("block" if form.endswith("-paper") else "causal")
+        assert (config.tokens, config.optim.lr, config.optim.warmup) == (2_500_000_000, 2.5e-4, 0.01)
+        assert (config.optim.schedule, config.optim.floor) == ("cosine", 0.1)
+
+
+@pytest.mark.parametrize("form", ["plain", "r2", "r2-paper"])
+def test_the_scale_up(form):
+    first, second = recipe(f"1.9b-{form}"), recipe(f"1.9b-{form}-midtrain")
+    assert (first.model.n_layer, first.model.n_head, first.model.width, first.rows) == (36, 16, 2048, 480)
+    assert first.model == second.model
+    assert (first.tokens, second.tokens) == (40_000_000_000, 2_000_000_000)
+    assert first.milestone_steps == {round(first.steps / 2)}
+    assert (first.optim.schedule, first.optim.warmup) == ("constant", 0.1)
+    assert (second.optim.schedule, second.optim.floor) == ("cosine", 0.1)
+    shares = {entry.split("=")[0]: float(entry.split("=")[1]) for entry in second.data.mixture}
+    assert shares == {
+        "data/mmlu": 0.05,
+        "data/smoltalk": 0.30,
+        "data/fineweb": 0.25 * 0.7,
+        "data/pes2o": 0.25 * 0.3,
+        "data/gsm8k-aug": 0.40,
+    }
+    assert sum(shares.values()) == pytest.approx(1)
+
+
+def test_ablations_change_one_thing():
+    for name, change in {
+        "150m-original-merge": {"merge": "original"},
+        "150m-attention-gates-off": {"gate_qk": False, "gate_v": False},
+        "150m-all-gates-off": {"gate_qk": False, "gate_v": False, "gate_residual": False},
+        "772m-extended-forking": {"fork_layers": tuple(range(3, 36, 4))},
+    }.items():
+        for rule in ("", "-paper"):
+            size = name.split("-")[0]
+            assert recipe(f"{name}{rule}").model == replace(recipe(f"{size}-r2{rule}-owt").model, **change)
+    assert recipe("772m-extended-forking").steps == 25_000
+
+
+def test_flops_as_counted_everywhere():
+    config = recipe("150m-plain-owt")
+    assert expected_flops(config, cost(config.model)) == pytest.approx(31.1e12 * 76_294, rel=2e-3)
+
+
+def test_an_unknown_recipe():
+    with pytest.raises(ValueError, match=r"did you mean .*150m-r2-owt"):
+        recipe("150m-r2-ow")

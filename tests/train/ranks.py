@@ -1,0 +1,85 @@
+"""What the tests of several ranks run under torchrun: `python -m train.ranks CHECK FOLDER`. Each check asserts."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from helpers import lively_model, random_ids, small_config
+from thoughtbubbles.train import parallel
+from thoughtbubbles.train.config import ComputeConfig
+from thoughtbubbles.train.loop import train
+from train.runs import small_run
+
+
+def run(folder: Path, **changes: object) -> None:
+    train(small_run(folder / os.environ["RUN"], **changes), resume="RESUME" in os.environ)
+
+
+def float64(folder: Path) -> None:
+    run(folder, steps=20, compute_precision="float64", compute_micro_rows=2, save_every=5, save_keep=9)
+
+
+def muon(folder: Path) -> None:
+    run(folder, steps=6, compute_precision="float64", compute_micro_rows=2, optim_kind="muon")
+
+
+def masked(folder: Path) -> None:
+    """Rows of very different numbers of targets: a mean of the ranks' means would be wrong."""
+    run(folder, steps=4, compute_precision="float64", data_mixture=(str(folder / "examples"),), eval_sample_tokens=0)
+
+
+def recomputed(folder: Path) -> None:
+    run(folder, steps=4, compute_precision="float64", compute_recompute=True)
+
+
+def compiled(folder: Path) -> None:
+    run(folder, steps=2, compute_precision="float64", compute_compile=True, eval_sample_tokens=0)
+
+
+def decisions(folder: Path) -> None:
+    """bf16 under FSDP2 decides exactly as the unsharded model under autocast, and would not if FSDP cast our inputs."""
+    compute = ComputeConfig(device="cpu", precision="bf16")
+    config = small_config(width=48, block_size=64)
+    with parallel.join(compute) as world:
+        for seed in range(4):
+            whole = lively_model(config, seed=seed, dtype=torch.float32)
+            with torch.no_grad():  # so that the norms' weights are the same in bfloat16
+                for parameter in whole.blocks.parameters():
+                    parameter.copy_(parameter.bfloat16())
+            ids = random_ids(config, 3, 64, seed=world.rank)
+            with torch.autocast("cpu", torch.bfloat16):
+                expected = whole(ids, trace=True)
+            sharded = lively_model(config, seed=seed, dtype=torch.float32)
+            sharded.load_state_dict(whole.state_dict())
+            parallel.parallelize(sharded, world, compute)
+            with torch.autocast("cpu", torch.bfloat16):
+                found = sharded(ids, trace=True)
+            assert found.streams.x.dtype == found.streams.log_score.dtype == torch.float32
+            for ours, theirs in zip(found.forks, expected.forks, strict=True):
+                assert torch.equal(ours.log_score, theirs.log_score)
+                assert torch.equal(ours.selected, theirs.selected)
+            fork = sharded.forks["1"]
+            assert fork.score.weight.dtype == torch.float32
+        assert _differs_when_cast(config, world), "the comparison cannot tell rounded scores from exact ones"
+
+
+def _differs_when_cast(config: object, world: parallel.World) -> bool:
+    """FSDP's default casting, on fork layers as well: what `parallelize` avoids."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world.size,))
+    cast = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, whole = (lively_model(config, dtype=torch.float32) for _ in range(2))
+    for part in [*model.blocks, *model.forks.values(), model]:
+        fully_shard(part, mesh=mesh, mp_policy=cast)
+    ids = random_ids(config, 3, 64, seed=world.rank)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = model(ids, trace=True), whole(ids, trace=True)
+    return any(not torch.equal(a.selected, b.selected) for a, b in zip(ours.forks, theirs.forks, strict=True))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    globals()[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,88 @@
+"""What the tests of training share: a small run, the way to start one in its own process, and to compare two."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from thoughtbubbles.recipes import recipe
+from thoughtbubbles.train.config import RunConfig
+
+TIMES = {"tokens_per_second", "tflops_per_device", "mfu"}  # of no two runs the same
+
+
+def small_run(out: Path, *, steps: int = 8, **changes: Any) -> RunConfig:
+    """The tiny recipe in small: 4 layers, 2 fork layers, 8 rows of 32 tokens. `optim_lr=…` changes a nested field."""
+    base = recipe("tiny")
+    model = replace(base.model, n_layer=4, width=32, block_size=32)
+    run = replace(base, out=out, model=model, tokens=steps * 8 * 32, tokens_per_step=8 * 32)
+    run = replace(
+        run,
+        save=replace(run.save, every=3),
+        eval=replace(run.eval, every=4, tokens=1024, sample_tokens=3),
+        log=replace(run.log, every=2),
+    )
+    for name, value in changes.items():
+        group, _, field = name.partition("_")
+        if group in ("data", "optim", "compute", "save", "eval", "log", "model") and field:
+            run = replace(run, **{group: replace(getattr(run, group), **{field: value})})
+        else:
+            run = replace(run, **{name: value})
+    return run
+
+
+SMALL = [
+    *("--tokens", "2048", "--tokens-per-step", "256", "--model.n-layer", "4", "--model.width", "32"),
+    *("--model.block-size", "32", "--save.every", "3", "--eval.every", "4", "--eval.tokens", "1024"),
+    *("--eval.sample-tokens", "3", "--log.every", "2"),
+]  # `small_run` as a command
+
+
+def command(*arguments: str, ranks: int = 0) -> list[str]:
+    start = [sys.executable, "-m"]
+    if ranks:
+        start += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    return [*start, "thoughtbubbles", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def run_command(*arguments: str, ranks: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments, ranks=ranks), capture_output=True, text=True, env=environment(), timeout=600, **options
+    )
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """All that was logged, without the times."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in metrics(folder) if "loss" in line]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        f"{path.parent.name}/{name}": tensor
+        for path in sorted(folder.rglob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def assert_same_bits(a: Path, b: Path) -> None:
+    """Two checkpoints: weights and optimizer."""
+    ours, theirs = tensors(a), tensors(b)
+    assert ours.keys() == theirs.keys()
+    assert len(ours) > 20
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name

@@ -1,0 +1,182 @@
+"""What goes wrong in real runs: a clear message, and nothing lost."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from thoughtbubbles.checkpoint import damage
+from thoughtbubbles.train.loop import train
+from train.runs import SMALL, assert_same_bits, command, environment, losses, metrics, run_command, small_run
+
+
+@pytest.fixture
+def finished(tmp_path) -> Path:
+    """A run of 6 steps with checkpoints at 2, 4 and 6."""
+    train(small_run(tmp_path / "run", steps=6, save_every=2, save_keep=3))
+    return tmp_path / "run"
+
+
+def resume(run: Path) -> list[float]:
+    assert train(small_run(run, steps=6, save_every=2, save_keep=3), resume=True).finished
+    return losses(run)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "bytes instead of"),
+        (lambda path: path.unlink(), "is missing"),
+        (
+            lambda path: path.write_bytes(
+                path.read_bytes()[:-9] + bytes([path.read_bytes()[-9] ^ 1]) + path.read_bytes()[-8:]
+            ),
+            "has been altered",
+        ),
+    ],
+    ids=["cut short", "missing", "flipped bit"],
+)
+@pytest.mark.parametrize("file", ["model/model.safetensors", "optimizer/*.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(finished, harm, message, file, capfd):
+    before = losses(finished)
+    harm(next((finished / "step-00000006").glob(file)))
+    assert resume(finished) == before
+    said = capfd.readouterr().err
+    assert "step-00000006 is damaged and is passed over" in said
+    assert message in said
+    assert "resumed" in said
+    assert "after step 4" in said
+    assert damage(finished / "step-00000006") is None  # written anew
+
+
+def test_no_checkpoint_is_whole(finished):
+    for folder in finished.glob("step-*"):
+        (folder / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="no checkpoint in .* is whole"):
+        resume(finished)
+
+
+def test_half_a_checkpoint_is_not_seen(finished):
+    """What a kill in the middle of writing leaves."""
+    before = losses(finished)
+    (finished / "step-00000006").rename(finished / ".step-00000006.partial")
+    assert resume(finished) == before
+    assert not list(finished.glob(".*"))
+
+
+@pytest.mark.parametrize("harm", ["flipped", "missing"])
+def test_a_bad_shard_is_refused_by_name(finished, harm):
+    shard = finished / "data" / "synthetic" / "train-00000.bin"
+    if harm == "missing":
+        shard.unlink()
+    else:
+        content = bytearray(shard.read_bytes())
+        content[500_000] ^= 1
+        shard.write_bytes(content)
+    folder = shutil.copytree(finished / "data" / "synthetic", finished.parent / "corpus")
+    with pytest.raises(ValueError, match=r"train-00000\.bin"):
+        train(small_run(finished.parent / "new", data_mixture=(str(folder),)))
+
+
+def test_data_that_changed_is_no_resume(finished, tmp_path):
+    folder = shutil.copytree(finished / "data" / "synthetic", tmp_path / "corpus")
+    train(small_run(tmp_path / "own", steps=2, data_mixture=(str(folder),)))
+    index = folder / "index.json"
+    index.write_text(index.read_text().replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(ValueError, match="was prepared anew"):
+        train(small_run(tmp_path / "own", steps=2, data_mixture=(str(folder),)), resume=True)
+
+
+@contextmanager
+def small_disk(folder: Path, size: str):
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk is not allowed here; the file-size limit below covers the rest")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_costs_checkpoints_only(tmp_path):
+    """Room for the data and one checkpoint, not for a second: the run ends with an error, and resumes with more room."""
+    whole = tmp_path / "whole"
+    assert run_command("train", "tiny", *SMALL, "--out", str(whole)).returncode == 0
+    one = sum(path.stat().st_size for path in (whole / "step-00000008").rglob("*") if path.is_file())
+    data = sum(path.stat().st_size for path in (whole / "data").rglob("*") if path.is_file())
+    with small_disk(tmp_path / "disk", str(data + one + one // 2)) as disk:
+        done = run_command("train", "tiny", *SMALL, "--out", str(disk / "run"))
+        assert done.returncode == 1
+        assert "step-00000006 could not be written" in done.stderr
+        assert "No space left on device" in done.stderr
+        assert "The run goes on" in done.stderr
+        assert "make room and --resume" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert [folder.name for folder in (disk / "run").iterdir() if "step" in folder.name] == ["step-00000003"]
+        assert damage(disk / "run" / "step-00000003") is None
+        shutil.copytree(disk / "run", tmp_path / "more room")
+    done = run_command("train", "tiny", *SMALL, "--out", str(tmp_path / "more room"), "--resume")
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "more room") == metrics(whole)
+    assert_same_bits(tmp_path / "more room" / "step-00000008", whole / "step-00000008")
+
+
+def test_files_that_may_not_grow(tmp_path):
+    """Where no disk can be mounted, a limit on file sizes does: the weights fit, the optimizer's file does not."""
+    train(small_run(tmp_path / "sizes", steps=1))
+    (optimizer,) = (tmp_path / "sizes" / "step-00000001" / "optimizer").iterdir()
+    limit = optimizer.stat().st_size - 1000
+    shutil.copytree(tmp_path / "sizes" / "data", tmp_path / "run" / "data")  # made before the limit
+    done = run_command(
+        *("train", "tiny", *SMALL, "--out", str(tmp_path / "run")),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert done.returncode == 1
+    assert "could not be written" in done.stderr
+    assert "File too large" in done.stderr
+    assert not list((tmp_path / "run").glob("*step*"))
+    assert len(losses(tmp_path / "run")) == 8  # the run itself went on to its end
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_reported_and_the_run_resumes(tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    arguments = ("train", "tiny", *SMALL, "--compute.precision", "float64")
+    assert run_command(*arguments, "--out", str(whole), ranks=2).returncode == 0
+    launcher = subprocess.Popen(
+        command(*arguments, "--out", str(out), ranks=2), stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    with launcher:
+        for line in launcher.stderr:
+            if line.startswith("step 4/"):
+                break
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        said = launcher.stderr.read()
+    assert launcher.returncode != 0
+    assert "SIGKILL" in said or "Signal 9" in said
+    time.sleep(0.5)
+    done = run_command(*arguments, "--out", str(out), "--resume", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert losses(out) == losses(whole)
+    assert_same_bits(out / "step-00000008", whole / "step-00000008")
+
+
+def test_wrong_data_is_refused_before_any_work(tmp_path):
+    for mixture, message in (
+        (("nowhere",), "nowhere"),
+        (("synthetic=0",), "above 0"),
+        (("synthetic", "synthetic"), "twice"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(small_run(tmp_path / "run", data_mixture=mixture))
+    with pytest.raises(ValueError, match="vocab_size = 100 is too small"):
+        train(small_run(tmp_path / "run", model_vocab_size=100))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,0 +1,185 @@
+"""The loop: golden losses, its order, the global mean, skipped steps, and what a run leaves behind."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import GOLDEN, SAME_FUNCTION, named
+from thoughtbubbles.checkpoint import load_folder_tokenizer, save_model
+from thoughtbubbles.model.cost import cost
+from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.recipes import recipe
+from thoughtbubbles.train.loop import Trainer, train
+from thoughtbubbles.train.parallel import World
+from thoughtbubbles.train.start import build_model
+from train.runs import assert_same_bits, losses, metrics, small_run
+from train.write_golden import golden
+
+GOLDEN_FILE = Path(__file__).parents[1] / "golden" / "tiny.json"
+CPU = World(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("form", ["tiny", "tiny-paper", "tiny-plain"])
+def test_golden_losses(form, tmp_path):
+    """Float64, so that they hold on every machine: a change that should not change numbers must not."""
+    found, expected = golden(form, tmp_path), json.loads(GOLDEN_FILE.read_text())[form]
+    assert found["losses"] == pytest.approx(expected["losses"], abs=GOLDEN)
+    assert found["held_out"] == pytest.approx(expected["held_out"], abs=GOLDEN)
+
+
+def test_order_and_what_is_left_behind(tmp_path):
+    out = tmp_path / "run"
+    result = train(small_run(out, steps=8, save_milestones=(0.25,), save_every=4))
+    kinds = [
+        (line["step"], next(k for k in ("loss", "saving", "held_out", "held_out_sample") if k in line))
+        for line in metrics(out)
+    ]
+    at_four = [kind for step, kind in kinds if step == 4]
+    assert at_four == ["loss", "saving", "held_out", "held_out_sample", "held_out_sample"]
+    assert [step for step, kind in kinds if kind == "loss"] == list(range(1, 9))
+    assert {folder.name for folder in out.glob("step-*")} == {"step-00000002", "step-00000004", "step-00000008"}
+    assert not list(out.glob(".*"))
+    assert losses(out)[-1] < losses(out)[0]
+
+    described = json.loads((out / "run.json").read_text())
+    assert described["config"]["optim"]["lr"] == 2e-3
+    assert described["versions"]["torch"] == torch.__version__
+
+    forks = [line["forks"] for line in metrics(out) if "forks" in line]
+    assert [fork["layer"] for fork in forks[0]] == [1, 3]
+    for fork in forks[-1]:
+        assert 1 <= fork["streams"] <= 2
+        assert 0 <= fork["dropped"] < 1
+        assert 0 <= fork["scores"][0] <= fork["scores"][1] <= fork["scores"][2] <= 1
+    assert forks[-1][0]["dropped"] == 0  # at r = 2 the first fork layer keeps every candidate
+
+    model = Thoughtbubbles.load(out)
+    assert model.config == small_run(out).model
+    assert load_folder_tokenizer(out).name == "bytes"
+    assert result.held_out.keys() == {"synthetic"}
+
+
+def test_milestones_outlive_the_last_k(tmp_path):
+    train(small_run(tmp_path / "run", steps=8, save_every=1, save_keep=2, save_milestones=(0.5,)))
+    kept = sorted(folder.name for folder in (tmp_path / "run").glob("step-*"))
+    assert kept == ["step-00000004", "step-00000007", "step-00000008"]
+
+
+def test_accumulation_is_one_batch(tmp_path):
+    """Gradients of micro-batches add up to those of the whole: one mean, whatever the parts."""
+    for micro in (8, 2, 1):
+        train(small_run(tmp_path / str(micro), steps=3, compute_precision="float64", compute_micro_rows=micro))
+    for micro in (2, 1):
+        torch.testing.assert_close(
+            torch.tensor(losses(tmp_path / str(micro))),
+            torch.tensor(losses(tmp_path / "8")),
+            atol=SAME_FUNCTION,
+            rtol=0,
+        )
+
+
+def test_recomputation_changes_nothing(tmp_path):
+    train(small_run(tmp_path / "kept", steps=3))
+    train(small_run(tmp_path / "recomputed", steps=3, compute_recompute=True))
+    assert losses(tmp_path / "kept") == losses(tmp_path / "recomputed")
+    assert_same_bits(tmp_path / "kept" / "step-00000003", tmp_path / "recomputed" / "step-00000003")
+
+
+def test_bf16_learns(tmp_path):
+    result = train(small_run(tmp_path / "run", steps=4, compute_precision="bf16"))
+    exact = train(small_run(tmp_path / "exact", steps=4))
+    assert result.held_out["synthetic"] == pytest.approx(exact.held_out["synthetic"], rel=1e-2)
+    weights = Thoughtbubbles.load(tmp_path / "run").state_dict().values()
+    assert all(weight.dtype == torch.float32 for weight in weights)
+
+
+def test_a_step_that_is_not_finite_is_skipped(tmp_path):
+    """The gradient of one tensor is NaN at step 2, as after an overflow: weights stay, the run goes on."""
+    trainer = Trainer(small_run(tmp_path / "run", steps=5), CPU)
+    weight = trainer.model.blocks[0].mlp.up.weight
+    weight.register_hook(lambda grad: grad * math.nan if trainer.done == 2 else grad)
+    result = trainer.run()
+    skipped = [line["step"] for line in metrics(tmp_path / "run") if line.get("skipped")]
+    assert skipped == [3]
+    assert result.finished
+    assert trainer.optimizer.updates == 4
+    assert all(weight.isfinite().all() for weight in Thoughtbubbles.load(tmp_path / "run").state_dict().values())
+
+
+def test_too_many_skipped_steps_stop_the_run(tmp_path):
+    trainer = Trainer(small_run(tmp_path / "run", steps=9, optim_max_skipped=2, save_every=2), CPU)
+    weight = trainer.model.blocks[0].mlp.up.weight
+    hook = weight.register_hook(lambda grad: grad * math.nan if trainer.done >= 3 else grad)
+    with pytest.raises(
+        ValueError, match=r"3 steps in a row were not finite, so the run stops after step 6.*step-00000006"
+    ):
+        trainer.run()
+    good = Thoughtbubbles.load(tmp_path / "run" / "step-00000006").state_dict()
+    assert all(weight.isfinite().all() for weight in good.values())
+    hook.remove()
+    assert train(small_run(tmp_path / "run", steps=9, optim_max_skipped=2), resume=True).finished
+    assert [line["step"] for line in metrics(tmp_path / "run") if line.get("skipped")] == [4, 5, 6]
+
+
+def test_one_seed_one_run(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        train(small_run(tmp_path / name, steps=2, seed=seed))
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
+
+
+def test_init_from_a_plain_model_adds_fork_layers(tmp_path):
+    plain = replace(small_run(tmp_path).model, fork_layers=(), merge="original")
+    source = Thoughtbubbles(plain)
+    save_model(tmp_path / "plain", source)
+    config = small_run(tmp_path / "run", init_from=tmp_path / "plain")
+    model = build_model(config)
+    for name, weight in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight)
+    assert {name.split(".")[1] for name in model.state_dict() if name.startswith("forks.")} == {"1", "3"}
+    assert train(config).finished
+
+    for change, message in (({"width": 64}, "has shape"), ({"n_layer": 3}, "blocks.3"), ({"n_layer": 5}, "is missing")):
+        wrong = replace(config, out=tmp_path / "wrong", model=replace(config.model, **{"fork_layers": (1,), **change}))
+        with pytest.raises(ValueError, match=f"does not fit the model.*{message}"):
+            build_model(wrong)
+    with pytest.raises(ValueError, match="nowhere does not exist"):
+        build_model(replace(config, init_from=tmp_path / "nowhere"))
+
+
+def test_speed_is_counted_as_everywhere(tmp_path):
+    out = tmp_path / "run"
+    train(small_run(out, steps=4, log_peak_tflops=1.0))
+    line = next(json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines() if "mfu" in x)
+    flops = cost(small_run(out).model).flops / 32
+    assert line["tflops_per_device"] == pytest.approx(line["tokens_per_second"] * flops / 1e12)
+    assert line["mfu"] == pytest.approx(line["tflops_per_device"])
+
+
+def test_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(small_run(tmp_path / "run", steps=4, log_tensorboard=True))
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [round(event.value, 4) for event in events.Scalars("loss")] == [
+        round(x, 4) for x in losses(tmp_path / "run")
+    ]
+    assert events.Scalars("held_out/synthetic")
+
+
+def test_wandb_without_the_package_says_what_to_do(tmp_path):
+    try:
+        import wandb  # noqa: F401
+    except ImportError:
+        with pytest.raises(ValueError, match=r"pip install 'thoughtbubbles\[wandb\]'"):
+            train(small_run(tmp_path / "run", log_wandb="project"))
+    else:
+        pytest.skip("wandb is installed")
+
+
+def test_tiny_is_a_size_with_room_for_bytes():
+    assert recipe("tiny").model == named("tiny", vocab_size=384)

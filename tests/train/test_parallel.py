@@ -1,0 +1,106 @@
+"""Several ranks (gloo, on the CPU) train what one rank trains; checkpoints move between them."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from helpers import SAME_TRAINING
+from thoughtbubbles.data.shards import Index, ShardWriter, write_index
+from train.runs import environment, losses, metrics, tensors
+
+TESTS = Path(__file__).parents[1]
+
+
+def on_ranks(n: int, check: str, folder: Path, run: str = "run", *, resume: bool = False) -> None:
+    """n = 0: without torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n else []
+    extra = {"RUN": run, **({"RESUME": "1"} if resume else {})}
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "train.ranks", check, str(folder)],
+        capture_output=True,
+        text=True,
+        cwd=TESTS,
+        env={**environment(), **extra},
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def assert_close(a: Path, b: Path, *, steps: int) -> None:
+    assert len(losses(a)) == steps
+    torch.testing.assert_close(torch.tensor(losses(a)), torch.tensor(losses(b)), atol=SAME_TRAINING, rtol=0)
+    held_out = [[line["held_out"]["synthetic"] for line in metrics(x) if "held_out" in line] for x in (a, b)]
+    torch.testing.assert_close(torch.tensor(held_out[0]), torch.tensor(held_out[1]), atol=SAME_TRAINING, rtol=0)
+    ours, theirs = (tensors(x / f"step-{steps:08d}" / "model") for x in (a, b))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], atol=SAME_TRAINING, rtol=0, msg=name)
+
+
+def forget_after(run: Path, step: int) -> None:
+    """As if the run had been killed after the checkpoint of this step."""
+    for folder in run.glob("step-*"):
+        if int(folder.name[5:]) > step:
+            shutil.rmtree(folder)
+
+
+def test_one_rank_and_two_agree_and_exchange_checkpoints(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    on_ranks(0, "float64", tmp_path, "one")
+    on_ranks(2, "float64", tmp_path, "two")
+    assert_close(one, two, steps=20)
+    assert len(list((two / "step-00000020" / "optimizer").iterdir())) == 2
+
+    # 2 → 1 → 2: one rank goes on from a checkpoint of two, and two from one of its own.
+    forget_after(two, 10)
+    on_ranks(0, "float64", tmp_path, "two", resume=True)
+    assert_close(one, two, steps=20)
+    forget_after(two, 15)
+    assert len(list((two / "step-00000015" / "optimizer").iterdir())) == 1
+    on_ranks(2, "float64", tmp_path, "two", resume=True)
+    assert_close(one, two, steps=20)
+
+
+def test_bf16_decides_as_the_unsharded_model(tmp_path):
+    on_ranks(2, "decisions", tmp_path)
+
+
+def test_the_mean_is_over_the_targets_of_all_ranks(tmp_path):
+    folder = tmp_path / "examples"
+    for split in ("train", "val"):
+        writer = ShardWriter(folder, split, kind="examples", shard_tokens=100_000)
+        for i in range(64):
+            tokens = np.arange(i % 29 + 3, dtype=np.uint16) + 65
+            writer.add_example(tokens, np.arange(len(tokens)) >= 1 + i % 2)
+        writer.close()
+        infos = {split: writer.finished} if split == "train" else {**infos, split: writer.finished}
+    write_index(folder, Index("examples", "bytes", 256, 257, infos, {}))
+    on_ranks(0, "masked", tmp_path, "one")
+    on_ranks(2, "masked", tmp_path, "two")
+    torch.testing.assert_close(
+        torch.tensor(losses(tmp_path / "one")), torch.tensor(losses(tmp_path / "two")), atol=SAME_TRAINING, rtol=0
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ["muon", "recomputed", "compiled"])
+def test_options_on_two_ranks(tmp_path, check):
+    on_ranks(0, check, tmp_path, "one")
+    on_ranks(2, check, tmp_path, "two")
+    assert_close(tmp_path / "one", tmp_path / "two", steps={"muon": 6, "recomputed": 4, "compiled": 2}[check])
+
+
+@pytest.mark.slow
+def test_four_ranks(tmp_path):
+    """More ranks than a score head has rows: some hold an empty shard of it."""
+    on_ranks(0, "float64", tmp_path, "one")
+    on_ranks(4, "float64", tmp_path, "four")
+    assert_close(tmp_path / "one", tmp_path / "four", steps=20)
+    forget_after(tmp_path / "four", 10)
+    on_ranks(2, "float64", tmp_path, "four", resume=True)
+    assert_close(tmp_path / "one", tmp_path / "four", steps=20)

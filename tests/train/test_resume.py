@@ -1,0 +1,133 @@
+"""A run that is killed and resumed equals one that is not: same losses, same weights, same optimizer, bit for bit."""
+
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from thoughtbubbles.train.loop import train
+from train.runs import SMALL, assert_same_bits, command, environment, metrics, run_command, small_run
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    done = run_command("train", "tiny", *SMALL, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def start(out: Path) -> subprocess.Popen:
+    return subprocess.Popen(
+        command("train", "tiny", *SMALL, "--out", str(out), "--resume"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(),
+    )
+
+
+def seconds_of_training(out: Path) -> tuple[float, float]:
+    """When a run's first and last lines are written, after its start."""
+    began = time.monotonic()
+    process = start(out)
+    first = None
+    while process.poll() is None:
+        if first is None and (out / "metrics.jsonl").exists():
+            first = time.monotonic() - began
+        time.sleep(0.01)
+    return first or 1.0, time.monotonic() - began
+
+
+def kill_and_resume(out: Path, *, kills: int, seed: int) -> None:
+    """Kills at random moments of the stretch in which steps are taken and checkpoints written."""
+    draw = random.Random(seed)
+    first, last = seconds_of_training(out.with_name("timing"))
+    for _ in range(kills):
+        process = start(out)
+        time.sleep(draw.uniform(first * 0.8, last))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    done = run_command("train", "tiny", *SMALL, "--out", str(out), "--resume")
+    assert done.returncode == 0, done.stderr
+
+
+def compare(a: Path, b: Path) -> None:
+    assert metrics(a) == metrics(b)
+    assert_same_bits(a / "step-00000008", b / "step-00000008")
+
+
+def test_killed_three_times(uninterrupted, tmp_path):
+    kill_and_resume(tmp_path / "killed", kills=3, seed=0)
+    compare(uninterrupted, tmp_path / "killed")
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(uninterrupted, tmp_path):
+    kill_and_resume(tmp_path / "killed", kills=20, seed=1)
+    compare(uninterrupted, tmp_path / "killed")
+
+
+def test_sigterm_saves_and_the_run_goes_on(uninterrupted, tmp_path):
+    out = tmp_path / "stopped"
+    arguments = command("train", "tiny", *SMALL, "--out", str(out))
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+        for line in process.stderr:  # the first step has been logged
+            if line.startswith("step 1/"):
+                break
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+    assert process.returncode == 0, rest
+    assert "SIGTERM" in rest
+    assert "go on with --resume" in rest
+    stopped_at = max(line["step"] for line in metrics(out))
+    assert (out / f"step-{stopped_at:08d}" / "manifest.json").exists()
+    done = run_command("train", "tiny", *SMALL, "--out", str(out), "--resume")
+    assert done.returncode == 0, done.stderr
+    extra = {"step": stopped_at, "saving": f"step-{stopped_at:08d}"}
+    assert [line for line in metrics(out) if line != extra] == [
+        line for line in metrics(uninterrupted) if line != extra
+    ]
+    assert_same_bits(uninterrupted / "step-00000008", out / "step-00000008")
+
+
+def test_resumed_twice_in_one_process(tmp_path):
+    """4 steps, 3 more, then the rest; the middle checkpoint is one of the planned ones each time."""
+    whole = train(small_run(tmp_path / "whole", steps=9))
+    for stop_after in (3, 6):
+        # What a kill leaves behind: checkpoints up to one step, and a log that went further.
+        out = tmp_path / "parts"
+        train(small_run(out, steps=9, save_keep=9), resume=True)
+        for folder in out.glob("step-*"):
+            if int(folder.name[5:]) > stop_after:
+                folder.rename(folder.with_name(f"gone-{folder.name}"))
+    resumed = train(small_run(tmp_path / "parts", steps=9), resume=True)
+    assert resumed.finished
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    assert_same_bits(whole.checkpoint, resumed.checkpoint)
+
+
+def test_a_finished_run_stays_as_it_is(tmp_path):
+    first = train(small_run(tmp_path / "run"))
+    before = metrics(tmp_path / "run")
+    again = train(small_run(tmp_path / "run"), resume=True)
+    assert again.held_out == first.held_out
+    assert metrics(tmp_path / "run") == before
+
+
+def test_what_is_no_resume_is_refused(tmp_path):
+    train(small_run(tmp_path / "run", steps=2))
+    with pytest.raises(ValueError, match="has checkpoints of a run: pass --resume"):
+        train(small_run(tmp_path / "run", steps=2))
+    with pytest.raises(ValueError, match=r"another run: .*optim.lr was 0.002, is 0.001"):
+        train(small_run(tmp_path / "run", steps=2, optim_lr=1e-3), resume=True)
+    with pytest.raises(ValueError, match="tokens was 512, is 768"):
+        train(small_run(tmp_path / "run", steps=3), resume=True)
+
+
+def test_what_may_change_between_start_and_resume(tmp_path):
+    train(small_run(tmp_path / "run", steps=4))
+    changed = small_run(tmp_path / "run", steps=4, log_every=1, save_keep=1, compute_micro_rows=2)
+    assert train(changed, resume=True).finished

@@ -1,0 +1,126 @@
+"""RunConfig refuses what cannot run; the schedules go where they should."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers import lively_model, small_config
+from thoughtbubbles.train.config import OptimConfig, differences
+from thoughtbubbles.train.optim import Optimizer, learning_rate
+from thoughtbubbles.train.parallel import find_device
+from train.runs import small_run
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens_per_step": 100}, "--tokens-per-step 100: give a multiple of the block size, 32"),
+        ({"tokens": 0}, "--tokens 0"),
+        ({"optim_lr": -1.0}, "--optim.lr"),
+        ({"optim_lr": float("nan")}, "--optim.lr"),
+        ({"optim_warmup": 2.0}, "--optim.warmup"),
+        ({"optim_betas": (0.9, 1.0)}, "--optim.betas"),
+        ({"optim_clip": -1.0}, "--optim.clip"),
+        ({"save_keep": 0}, "--save.keep"),
+        ({"save_milestones": (1.5,)}, "--save.milestones"),
+        ({"eval_tokens": 3}, "--eval.tokens"),
+        ({"log_every": 0}, "--log.every"),
+        ({"compute_micro_rows": 3}, "--compute.micro-rows 3: give a divisor of the 8 rows"),
+        ({"data_mixture": ()}, "--data.mixture"),
+        ({"data_mixture": ("a=b",)}, "PATH=WEIGHT"),
+    ],
+)
+def test_mistakes_name_the_option(changes, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        small_run(tmp_path, **changes)
+
+
+def test_a_device_that_is_not_there():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match=r"--compute.device cuda: .* it has: cpu"):
+        find_device("cuda")
+    assert find_device("auto") in ("cpu", "mps")
+
+
+def test_cosine():
+    optim = OptimConfig(lr=1.0, warmup=0.1, floor=0.1)
+    rates = [learning_rate(optim, step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == 1.0
+    assert rates[10] < 1.0
+    assert rates[54] == pytest.approx(0.55)  # half-way down
+    assert rates[99] == pytest.approx(0.1)
+    assert all(a > b for a, b in zip(rates[9:], rates[10:], strict=False))
+
+
+def test_warmup_stable_decay():
+    optim = OptimConfig(lr=2.0, schedule="wsd", warmup=0.1, decay=0.2, floor=0.25)
+    rates = [learning_rate(optim, step, 100) for step in range(100)]
+    assert rates[9:80] == [2.0] * 71
+    assert rates[80] == pytest.approx(2.0 - 1.5 / 20)
+    assert rates[99] == pytest.approx(0.5)
+
+
+def test_constant_after_warmup():
+    optim = OptimConfig(lr=2.0, schedule="constant", warmup=0.1)
+    assert [learning_rate(optim, step, 20) for step in (0, 1, 2, 19)] == [1.0, 2.0, 2.0, 2.0]
+
+
+def test_decay_is_for_matrices_alone():
+    """With a zero gradient only weight decay moves a weight."""
+    model = lively_model(small_config(score_bias=0.5))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = Optimizer(model, OptimConfig(lr=1e-2, weight_decay=0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(1e-2)
+    for name, parameter in model.named_parameters():
+        expected = before[name] * (1 - 5e-3) if parameter.ndim >= 2 else before[name]
+        torch.testing.assert_close(parameter.detach(), expected)
+
+
+def test_muon_takes_the_matrices_of_the_blocks():
+    model = lively_model(small_config())
+    optimizer = Optimizer(model, OptimConfig(kind="muon"))
+    names = {optimizer.name_of[p] for p in optimizer.parameters["muon"]}
+    assert names == {
+        f"blocks.{i}.{part}.weight"
+        for i in range(4)
+        for part in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+    }
+    assert "embedding.weight" in {optimizer.name_of[p] for p in optimizer.parameters["adamw"]}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_optimizer_state_survives(kind):
+    """Two steps, state into a fresh optimizer, and both take the same third step."""
+    models = [lively_model(small_config()) for _ in range(2)]
+    optimizers = [Optimizer(model, OptimConfig(kind=kind)) for model in models]
+    generator = torch.Generator().manual_seed(3)
+    gradients = [
+        [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in models[0].parameters()] for _ in range(3)
+    ]
+
+    def step(index, grads):
+        for parameter, gradient in zip(models[index].parameters(), grads, strict=True):
+            parameter.grad = gradient.clone()
+        optimizers[index].step(1e-2)
+
+    step(0, gradients[0])
+    step(0, gradients[1])
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers[1].restore({name: t.clone() for name, t in optimizers[0].tensors().items()}, optimizers[0].updates)
+    for index in (0, 1):
+        step(index, gradients[2])
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_differences_ignore_where_a_run_happens(tmp_path):
+    base = small_run(tmp_path / "a")
+    moved = replace(small_run(tmp_path / "b", log_every=7, compute_device="cpu", compute_micro_rows=1), name="other")
+    assert differences(base.as_dict(), moved.as_dict()) == []
+    other = small_run(tmp_path / "a", optim_lr=1.0, seed=3)
+    assert differences(base.as_dict(), other.as_dict()) == ["optim.lr was 0.002, is 1.0", "seed was 0, is 3"]

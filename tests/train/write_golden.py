@@ -1,0 +1,33 @@
+"""Writes the golden losses anew: `python -m train.write_golden` in tests/. Say in the change why they changed."""
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from thoughtbubbles.recipes import recipe
+from thoughtbubbles.train.loop import train
+from train.runs import losses
+
+
+def golden(form: str, folder: Path) -> dict[str, object]:
+    config = recipe(form)
+    config = replace(
+        config,
+        out=folder / form,
+        tokens=6 * config.tokens_per_step,
+        compute=replace(config.compute, precision="float64"),
+        eval=replace(config.eval, tokens=2048, sample_tokens=0),
+    )
+    result = train(config)
+    return {"losses": losses(folder / form), "held_out": result.held_out["synthetic"]}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        found = {form: golden(form, Path(folder)) for form in ("tiny", "tiny-paper", "tiny-plain")}
+    path = Path(__file__).parents[1] / "golden" / "tiny.json"
+    path.write_text(json.dumps(found, indent=2) + "\n")
