@@ -6,9 +6,10 @@
 
 The throughput is that of the whole preparation: reading, JSON, tokens, hash, writing with checksums, and starting its
 processes. `ratio` compares it with N × tiktoken's encode_ordinary in one thread; `ratio_at_once` with N processes that
-do nothing but encode_ordinary at the same time, which is all that this machine, with its neighbours, has to give. All
-take turns, and the fastest of several runs of each counts, for neighbours can only slow a run down. That the shards hold
-exactly what tiktoken gives is checked first.
+do nothing but encode_ordinary at the same time, which is all that this machine, with its neighbours, has to give;
+`cpu_ratio` compares processor time. `main_cpu_share` is how busy the process that reads and writes keeps its core. All
+take turns, and the fastest of several runs of each counts, for neighbours can only slow a run down. That the shards
+hold exactly what tiktoken gives is checked first.
 """
 
 import argparse
@@ -32,13 +33,14 @@ import json, resource, sys, time
 from pathlib import Path
 from thoughtbubbles.data.prepare import prepare
 if __name__ == "__main__":
-    begin = time.perf_counter()
+    begin, begin_cpu = time.perf_counter(), time.process_time()
     prepare((sys.argv[1],), out=Path(sys.argv[2]), processes=int(sys.argv[3]), held_out=0.0)
     seconds = time.perf_counter() - begin
     status = Path("/proc/self/status").read_text()  # a peak of its own, where ru_maxrss has the parent's in it
     main = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
-    worker = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e6
-    print(json.dumps({"seconds": seconds, "main": main, "worker": worker}))
+    workers = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = {"main_cpu": time.process_time() - begin_cpu, "worker_cpu": workers.ru_utime + workers.ru_stime}
+    print(json.dumps({"seconds": seconds, "main": main, "worker": workers.ru_maxrss * 1024 / 1e6, **cpu}))
 """
 
 ALONE = """
@@ -48,10 +50,10 @@ texts = [json.loads(line)["text"] for line in open(sys.argv[1], encoding="utf-8"
 encode = tokenizer("gpt2")._encoding.encode_ordinary
 print("ready", flush=True)
 sys.stdin.readline()
-begin = time.perf_counter()
+begin, begin_cpu = time.perf_counter(), time.process_time()
 for text in texts:
     encode(text)
-print(time.perf_counter() - begin)
+print(time.perf_counter() - begin, time.process_time() - begin_cpu)
 """
 
 
@@ -71,8 +73,8 @@ def prepare(lines: Path, out: Path, processes: int) -> dict[str, float]:
     return found
 
 
-def tiktoken_alone(lines: Path, processes: int) -> float:
-    """Seconds until as many processes, started together, have each encoded everything."""
+def tiktoken_alone(lines: Path, processes: int) -> tuple[float, float]:
+    """Seconds, and processor seconds, of the slowest of as many processes that each encode everything at once."""
     words = [sys.executable, "-c", ALONE, str(lines)]
     started = [subprocess.Popen(words, stdin=PIPE, stdout=PIPE, text=True) for _ in range(processes)]
     for process in started:
@@ -82,7 +84,8 @@ def tiktoken_alone(lines: Path, processes: int) -> float:
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-    return max(float(process.communicate()[0]) for process in started)
+    shown = [process.communicate()[0].split() for process in started]
+    return max(float(time) for time, _ in shown), max(float(cpu) for _, cpu in shown)
 
 
 def check(out: Path, texts: list[str], encoding: tiktoken.Encoding) -> int:
@@ -103,11 +106,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, help="a .jsonl file (default: the standard library's sources)")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--copies", type=int, default=1, help="of the text; more hide what starting processes takes")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
     args = parser.parse_args()
 
-    texts = texts_of(args.source)
+    texts = texts_of(args.source) * args.copies
     n_bytes = sum(len(text.encode()) for text in texts)
     ranks = {tokenizer("gpt2").token_bytes(i): i for i in range(50256)}
     encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_WORDS, mergeable_ranks=ranks, special_tokens={})
@@ -120,14 +124,14 @@ def main() -> None:
             prepare(lines, Path(folder, f"check-{n}"), n)
             n_tokens = check(Path(folder, f"check-{n}"), texts, encoding)
 
-        alone: dict[int, list[float]] = {n: [] for n in {1, *args.processes}}
+        alone: dict[int, list[tuple[float, float]]] = {n: [] for n in {1, *args.processes}}
         for repeat in range(args.repeats):
             for n, times in alone.items():
                 times.append(tiktoken_alone(lines, n))
             for n in args.processes:
                 runs[n].append(prepare(lines, Path(folder, f"{n}-{repeat}"), n))
 
-    rate = {n: n * n_bytes / 1e6 / min(times) for n, times in alone.items()}
+    rate = {n: n * n_bytes / 1e6 / min(time for time, _ in times) for n, times in alone.items()}
     print(f"{len(texts):,} documents, {n_bytes / 1e6:.1f} MB, {n_tokens:,} tokens; tiktoken alone {rate[1]:.1f} MB/s")
     cases = []
     for n in args.processes:
@@ -138,6 +142,10 @@ def main() -> None:
             "tokens_per_second": round(speed * 1e6 * n_tokens / n_bytes),
             "ratio": round(speed / (n * rate[1]), 3),
             "ratio_at_once": round(speed / rate[n], 3),
+            "cpu_ratio": round(
+                min(cpu for _, cpu in alone[n]) / min(found["main_cpu"] + found["worker_cpu"] for found in runs[n]), 3
+            ),
+            "main_cpu_share": round(min(found["main_cpu"] / found["seconds"] for found in runs[n]), 3),
             "main_peak_MB": round(max(found["main"] for found in runs[n])),
             "worker_peak_MB": round(max(found["worker"] for found in runs[n])) if n > 1 else 0,
         }

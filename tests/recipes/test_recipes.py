@@ -13,11 +13,9 @@ from thoughtbubbles.train.config import DataConfig
 from thoughtbubbles.train.loop import train
 
 # The paper's topology table: size, approach, layers, heads, width, batch × accumulation, expanded size.
-TOPOLOGY = [
-    *((f"150m-{form}", 16, 12, 768, 8 * 8, streams) for form, streams in (("plain", 512), ("copy-3", 1536), ("copy-5", 2560), ("r2", 1024), ("r4", 2048))),
-    *((f"319m-{form}", 24, 16, 1024, 4 * 16, streams) for form, streams in (("plain", 512), ("copy-3", 1536), ("copy-5", 2560), ("r2", 1024), ("r4", 2048))),
-    *((f"772m-{form}", 36, 20, 1280, 2 * 32, streams) for form, streams in (("plain", 512), ("copy-3", 1536), ("copy-5", 2560), ("r2", 1024), ("r4", 2048))),
-]  # fmt: skip
+FORMS = (("plain", 512), ("copy-3", 1536), ("copy-5", 2560), ("r2", 1024), ("r4", 2048))
+SHAPES = (("150m", 16, 12, 768, 8 * 8), ("319m", 24, 16, 1024, 4 * 16), ("772m", 36, 20, 1280, 2 * 32))
+TOPOLOGY = [(f"{size}-{form}", *shape, streams) for size, *shape in SHAPES for form, streams in FORMS]
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.recipes import recipe
-from thoughtbubbles.train.config import RunConfig
+from thoughtbubbles.train.config import DataConfig, RunConfig
 
 TIMES = {"tokens_per_second", "tflops_per_device", "mfu"}  # of no two runs the same
 
@@ -20,10 +21,12 @@ TIMES = {"tokens_per_second", "tflops_per_device", "mfu"}  # of no two runs the 
 def small_run(out: Path, *, steps: int = 8, **changes: Any) -> RunConfig:
     """The tiny recipe in small: 4 layers, 2 fork layers, 8 rows of 32 tokens. `optim_lr=…` changes a nested field."""
     base = recipe("tiny")
+    corpus = small_corpus(out)
     model = replace(base.model, n_layer=4, width=32, block_size=32)
     run = replace(base, out=out, model=model, tokens=steps * 8 * 32, tokens_per_step=8 * 32)
     run = replace(
         run,
+        data=DataConfig(mixture=(str(corpus),)),
         save=replace(run.save, every=3),
         eval=replace(run.eval, every=4, tokens=1024, sample_tokens=3),
         log=replace(run.log, every=2),
@@ -37,11 +40,21 @@ def small_run(out: Path, *, steps: int = 8, **changes: Any) -> RunConfig:
     return run
 
 
-SMALL = [
-    *("--tokens", "2048", "--tokens-per-step", "256", "--model.n-layer", "4", "--model.width", "32"),
-    *("--model.block-size", "32", "--save.every", "3", "--eval.every", "4", "--eval.tokens", "1024"),
-    *("--eval.sample-tokens", "3", "--log.every", "2"),
-]  # `small_run` as a command
+def small_corpus(out: Path) -> Path:
+    """Beside the run, so that runs of one test share it."""
+    folder = out.parent / "corpus"
+    write_synthetic(folder, n_tokens=20_000, seed=0)
+    return folder
+
+
+def small_train(out: Path, *more: str) -> list[str]:
+    """`small_run` as a command."""
+    return [
+        *("train", "tiny", "--out", str(out), "--data.mixture", str(small_corpus(out)), "--tokens", "2048"),
+        *("--tokens-per-step", "256", "--model.n-layer", "4", "--model.width", "32", "--model.block-size", "32"),
+        *("--save.every", "3", "--eval.every", "4", "--eval.tokens", "1024", "--eval.sample-tokens", "3"),
+        *("--log.every", "2", *more),
+    ]
 
 
 def command(*arguments: str, ranks: int = 0) -> list[str]:

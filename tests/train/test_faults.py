@@ -7,20 +7,38 @@ import signal
 import subprocess
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from thoughtbubbles.checkpoint import damage
+from thoughtbubbles.train.config import DataConfig, RunConfig
 from thoughtbubbles.train.loop import train
-from train.runs import SMALL, assert_same_bits, command, environment, losses, metrics, run_command, small_run
+from train.runs import (
+    assert_same_bits,
+    command,
+    environment,
+    losses,
+    metrics,
+    run_command,
+    small_corpus,
+    small_run,
+    small_train,
+)
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    train(small_run(folder / "run", steps=6, save_every=2, save_keep=3))
+    return folder
 
 
 @pytest.fixture
-def finished(tmp_path) -> Path:
+def finished(once, tmp_path) -> Path:
     """A run of 6 steps with checkpoints at 2, 4 and 6."""
-    train(small_run(tmp_path / "run", steps=6, save_every=2, save_keep=3))
-    return tmp_path / "run"
+    return shutil.copytree(once, tmp_path / "copy") / "run"
 
 
 def resume(run: Path) -> list[float]:
@@ -58,7 +76,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(finished, harm
 def test_no_checkpoint_is_whole(finished):
     for folder in finished.glob("step-*"):
         (folder / "manifest.json").unlink()
-    with pytest.raises(ValueError, match="no checkpoint in .* is whole"):
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole"):
         resume(finished)
 
 
@@ -72,25 +90,27 @@ def test_half_a_checkpoint_is_not_seen(finished):
 
 @pytest.mark.parametrize("harm", ["flipped", "missing"])
 def test_a_bad_shard_is_refused_by_name(finished, harm):
-    shard = finished / "data" / "synthetic" / "train-00000.bin"
-    if harm == "missing":
-        shard.unlink()
-    else:
-        content = bytearray(shard.read_bytes())
-        content[500_000] ^= 1
+    shard = small_corpus(finished) / "train-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[12_345] ^= 1
+    shard.unlink()
+    if harm == "flipped":
         shard.write_bytes(content)
-    folder = shutil.copytree(finished / "data" / "synthetic", finished.parent / "corpus")
     with pytest.raises(ValueError, match=r"train-00000\.bin"):
-        train(small_run(finished.parent / "new", data_mixture=(str(folder),)))
+        train(small_run_as_it_is(finished, steps=6), resume=True)
 
 
-def test_data_that_changed_is_no_resume(finished, tmp_path):
-    folder = shutil.copytree(finished / "data" / "synthetic", tmp_path / "corpus")
-    train(small_run(tmp_path / "own", steps=2, data_mixture=(str(folder),)))
-    index = folder / "index.json"
+def small_run_as_it_is(run: Path, **changes: object) -> RunConfig:
+    """`small_run` looks at its corpus; here the run itself must find what is wrong with it."""
+    config = small_run(run.parents[1] / "elsewhere" / "run", **changes)
+    return replace(config, out=run, data=DataConfig(mixture=(str(run.parent / "corpus"),)))
+
+
+def test_data_that_changed_is_no_resume(finished):
+    index = small_corpus(finished) / "index.json"
     index.write_text(index.read_text().replace('"seed": 0', '"seed": 1'))
-    with pytest.raises(ValueError, match="was prepared anew"):
-        train(small_run(tmp_path / "own", steps=2, data_mixture=(str(folder),)), resume=True)
+    with pytest.raises(ValueError, match=r"the data was 1 of corpus \(index .*, is 1 of corpus"):
+        train(small_run_as_it_is(finished, steps=6), resume=True)
 
 
 @contextmanager
@@ -106,13 +126,13 @@ def small_disk(folder: Path, size: str):
 
 
 def test_a_full_disk_costs_checkpoints_only(tmp_path):
-    """Room for the data and one checkpoint, not for a second: the run ends with an error, and resumes with more room."""
+    """Room for one checkpoint, not for a second: the run ends with an error, and goes on where there is more room."""
     whole = tmp_path / "whole"
-    assert run_command("train", "tiny", *SMALL, "--out", str(whole)).returncode == 0
+    assert run_command(*small_train(whole)).returncode == 0
     one = sum(path.stat().st_size for path in (whole / "step-00000008").rglob("*") if path.is_file())
-    data = sum(path.stat().st_size for path in (whole / "data").rglob("*") if path.is_file())
+    data = 300_000  # the corpus, and what disks round up
     with small_disk(tmp_path / "disk", str(data + one + one // 2)) as disk:
-        done = run_command("train", "tiny", *SMALL, "--out", str(disk / "run"))
+        done = run_command(*small_train(disk / "run"))
         assert done.returncode == 1
         assert "step-00000006 could not be written" in done.stderr
         assert "No space left on device" in done.stderr
@@ -122,7 +142,7 @@ def test_a_full_disk_costs_checkpoints_only(tmp_path):
         assert [folder.name for folder in (disk / "run").iterdir() if "step" in folder.name] == ["step-00000003"]
         assert damage(disk / "run" / "step-00000003") is None
         shutil.copytree(disk / "run", tmp_path / "more room")
-    done = run_command("train", "tiny", *SMALL, "--out", str(tmp_path / "more room"), "--resume")
+    done = run_command(*small_train(tmp_path / "more room", "--resume"))
     assert done.returncode == 0, done.stderr
     assert metrics(tmp_path / "more room") == metrics(whole)
     assert_same_bits(tmp_path / "more room" / "step-00000008", whole / "step-00000008")
@@ -133,9 +153,8 @@ def test_files_that_may_not_grow(tmp_path):
     train(small_run(tmp_path / "sizes", steps=1))
     (optimizer,) = (tmp_path / "sizes" / "step-00000001" / "optimizer").iterdir()
     limit = optimizer.stat().st_size - 1000
-    shutil.copytree(tmp_path / "sizes" / "data", tmp_path / "run" / "data")  # made before the limit
     done = run_command(
-        *("train", "tiny", *SMALL, "--out", str(tmp_path / "run")),
+        *small_train(tmp_path / "run"),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
     assert done.returncode == 1
@@ -148,10 +167,10 @@ def test_files_that_may_not_grow(tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_dies_is_reported_and_the_run_resumes(tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "run"
-    arguments = ("train", "tiny", *SMALL, "--compute.precision", "float64")
-    assert run_command(*arguments, "--out", str(whole), ranks=2).returncode == 0
+    more = ("--compute.precision", "float64")
+    assert run_command(*small_train(whole, *more), ranks=2).returncode == 0
     launcher = subprocess.Popen(
-        command(*arguments, "--out", str(out), ranks=2), stderr=subprocess.PIPE, text=True, env=environment()
+        command(*small_train(out, *more), ranks=2), stderr=subprocess.PIPE, text=True, env=environment()
     )
     with launcher:
         for line in launcher.stderr:
@@ -163,7 +182,7 @@ def test_a_rank_that_dies_is_reported_and_the_run_resumes(tmp_path):
     assert launcher.returncode != 0
     assert "SIGKILL" in said or "Signal 9" in said
     time.sleep(0.5)
-    done = run_command(*arguments, "--out", str(out), "--resume", ranks=2)
+    done = run_command(*small_train(out, *more, "--resume"), ranks=2)
     assert done.returncode == 0, done.stderr
     assert losses(out) == losses(whole)
     assert_same_bits(out / "step-00000008", whole / "step-00000008")

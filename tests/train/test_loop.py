@@ -60,7 +60,7 @@ def test_order_and_what_is_left_behind(tmp_path):
     model = Thoughtbubbles.load(out)
     assert model.config == small_run(out).model
     assert load_folder_tokenizer(out).name == "bytes"
-    assert result.held_out.keys() == {"synthetic"}
+    assert result.held_out.keys() == {"corpus"}
 
 
 def test_milestones_outlive_the_last_k(tmp_path):
@@ -92,7 +92,7 @@ def test_recomputation_changes_nothing(tmp_path):
 def test_bf16_learns(tmp_path):
     result = train(small_run(tmp_path / "run", steps=4, compute_precision="bf16"))
     exact = train(small_run(tmp_path / "exact", steps=4))
-    assert result.held_out["synthetic"] == pytest.approx(exact.held_out["synthetic"], rel=1e-2)
+    assert result.held_out["corpus"] == pytest.approx(exact.held_out["corpus"], rel=1e-2)
     weights = Thoughtbubbles.load(tmp_path / "run").state_dict().values()
     assert all(weight.dtype == torch.float32 for weight in weights)
 
@@ -168,7 +168,7 @@ def test_tensorboard(tmp_path):
     assert [round(event.value, 4) for event in events.Scalars("loss")] == [
         round(x, 4) for x in losses(tmp_path / "run")
     ]
-    assert events.Scalars("held_out/synthetic")
+    assert events.Scalars("held_out/corpus")
 
 
 def test_wandb_without_the_package_says_what_to_do(tmp_path):

@@ -34,7 +34,7 @@ def on_ranks(n: int, check: str, folder: Path, run: str = "run", *, resume: bool
 def assert_close(a: Path, b: Path, *, steps: int) -> None:
     assert len(losses(a)) == steps
     torch.testing.assert_close(torch.tensor(losses(a)), torch.tensor(losses(b)), atol=SAME_TRAINING, rtol=0)
-    held_out = [[line["held_out"]["synthetic"] for line in metrics(x) if "held_out" in line] for x in (a, b)]
+    held_out = [[line["held_out"]["corpus"] for line in metrics(x) if "held_out" in line] for x in (a, b)]
     torch.testing.assert_close(torch.tensor(held_out[0]), torch.tensor(held_out[1]), atol=SAME_TRAINING, rtol=0)
     ours, theirs = (tensors(x / f"step-{steps:08d}" / "model") for x in (a, b))
     assert ours.keys() == theirs.keys()

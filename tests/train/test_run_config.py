@@ -1,6 +1,7 @@
 """RunConfig refuses what cannot run; the schedules go where they should."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_cosine():
     assert rates[10] < 1.0
     assert rates[54] == pytest.approx(0.55)  # half-way down
     assert rates[99] == pytest.approx(0.1)
-    assert all(a > b for a, b in zip(rates[9:], rates[10:], strict=False))
+    assert all(a > b for a, b in pairwise(rates[9:]))
 
 
 def test_warmup_stable_decay():

@@ -14,7 +14,7 @@ def sample(
     *,
     n_new: int,
     vocab_size: int,
-    temperature: float = 1.0,
+    temperature: int | float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Int[Tensor, "B _"]:
     """`ids` with `n_new` more tokens a row. Temperature 0 takes the likeliest; ids from `vocab_size` on never occur.

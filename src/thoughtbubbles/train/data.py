@@ -40,11 +40,11 @@ class RunData:
         self.tokenizer = tokenizer(self.loader.tokenizer)
         self.names = [source.path.name for source in sources]
         self.shares = [facts.share for facts in self.loader.describe()]
-        # What a resumed run compares: the indexes hold the checksums of all shards.
-        self.fingerprints = {
-            entry: zlib.crc32((source.path / "index.json").read_bytes())
-            for entry, source in zip(config.data.mixture, sources, strict=True)
-        }
+        # What a resumed run compares: folders may have moved, but the indexes hold the checksums of all shards.
+        self.fingerprints = [
+            {"name": source.path.name, "share": share, "index": zlib.crc32((source.path / "index.json").read_bytes())}
+            for source, share in zip(sources, self.shares, strict=True)
+        ]
         world.wait()
 
     def micro_batches(self, n: int) -> list[Batch]:

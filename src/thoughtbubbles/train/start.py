@@ -63,21 +63,22 @@ def find_checkpoint(run: Path, *, resume: bool, say: Callable[[str], None]) -> P
     return found
 
 
-def same_run(folder: Path, config: RunConfig, fingerprints: dict[str, int]) -> dict[str, Any]:
+def same_run(folder: Path, config: RunConfig, fingerprints: list[dict[str, Any]]) -> dict[str, Any]:
     """The state of a checkpoint, if it belongs to this run."""
     state = read_state(folder)
     changed = differences(state["config"], json.loads(json.dumps(config.as_dict())))
-    changed += [
-        f"the data of {name} was prepared anew"
-        for name, crc in state["data"].items()
-        if fingerprints.get(name, crc) != crc
-    ]
+    if state["data"] != fingerprints:
+        changed.append(f"the data was {_in_words(state['data'])}, is {_in_words(fingerprints)}")
     if changed:
         raise ValueError(
             f"{folder} belongs to another run: {'; '.join(changed)}. Resume with the settings of before, or begin "
             "a new run with --init-from"
         )
     return state
+
+
+def _in_words(data: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{source['share']:.4g} of {source['name']} (index {source['index']:08x})" for source in data)
 
 
 def description(config: RunConfig) -> dict[str, Any]:

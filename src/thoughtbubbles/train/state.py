@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
@@ -98,7 +99,7 @@ class Checkpoints:
         trouble: str | None = None
         try:
             work()
-        except Exception as error:  # whatever it was: training must not end because of it
+        except (Exception, CheckpointException) as error:  # whatever it was: training must not end because of it
             trouble = _reason(error)
         troubles = [trouble]
         if self.world.is_distributed:
@@ -184,11 +185,9 @@ def _load_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> Non
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause: distributed checkpoint wraps what happened on each rank."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        first = next(iter(failures.values()))
-        error = first[0] if isinstance(first, tuple) else first
+    """In one line; distributed checkpoint wraps what happened on each rank."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
     text = str(error) or type(error).__name__
     return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
 
