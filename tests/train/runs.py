@@ -15,7 +15,7 @@ from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.recipes import recipe
 from thoughtbubbles.train.config import DataConfig, RunConfig
 
-TIMES = {"tokens_per_second", "tflops_per_device", "mfu"}  # of no two runs the same
+TIMES = {"tokens_per_second", "tflops_per_device", "mfu", "peak_memory_GiB"}  # of no two runs the same
 
 
 def small_run(out: Path, *, steps: int = 8, **changes: Any) -> RunConfig:

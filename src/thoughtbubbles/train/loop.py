@@ -110,6 +110,8 @@ class Trainer:
         tokens = self.done * config.tokens_per_step
         if self.done % config.log.every == 0 or self.done == config.steps:
             facts |= speed.read(tokens)
+            if self.world.device.type == "cuda":
+                facts["peak_memory_GiB"] = torch.cuda.max_memory_allocated() / 2**30
         self.log.step({"step": self.done, "tokens": tokens, **facts})
         self._count_skipped(facts["skipped"])
         if self._save_is_due():
