@@ -86,8 +86,66 @@ def chunks_table() -> str:
     return "\n".join([*lines, "", *(f"- {record['machine']}: {source(record)}" for record in found)])
 
 
+def prepare_table() -> str:
+    lines = [
+        "| machine | processes | throughput | ratio | ratio at once | of processor time | main process | "
+        "memory: main, each worker |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    found = records("prepare")
+    for record in found:
+        for case in record["cases"]:
+            alone = case["processes"] == 1
+            memory = case["main_peak_MB"]
+            main = "does it all" if alone else f"{case['main_cpu_share']:.0%} of a core"
+            worker = "–" if alone else f"{case['worker_peak_MB']} MB"
+            lines.append(
+                f"| {record['machine']} | {case['processes']} | {case['MB_per_second']:.1f} MB/s, "
+                f"{case['tokens_per_second'] / 1e6:.1f} M tokens/s | {case['ratio']:.2f} | "
+                f"{case['ratio_at_once']:.2f} | {case['cpu_ratio']:.2f} | {main} | {memory} MB, {worker} |"
+            )
+    facts = [
+        f"- {record['machine']}: {source(record)}; {record['bytes'] / 1e6:.0f} MB of text, "
+        f"tiktoken alone {record['tiktoken_MB_per_second']:.1f} MB/s"
+        for record in found
+    ]
+    return "\n".join([*lines, "", *facts])
+
+
+def loader_table() -> str:
+    found = records("loader")
+    lines = ["| machine | | million tokens/s |", "| --- | --- | --- |"]
+    for record in found:
+        for case in record["cases"]:
+            lines.append(f"| {record['machine']} | {case['case']} | {case['million_tokens_per_second']:.0f} |")
+    return "\n".join([*lines, "", *(f"- {record['machine']}: {source(record)}" for record in found)])
+
+
+def train_table() -> str:
+    lines = [
+        "| machine | recipe | rows × 512 tokens | tokens/s | TFLOP/s | MFU | peak memory |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    found = records("train")
+    for record in found:
+        for case in record["cases"]:
+            lines.append(
+                f"| {record['machine']} | `{case['recipe']}` | {case['rows']} | {case['tokens_per_second']:,.0f} | "
+                f"{case['tflops']:.0f} | {case['mfu']:.1%} | {case['peak_memory_GiB']:.1f} GiB |"
+            )
+    behaviour = [
+        f"- {record['machine']}: {source(record)}. Resumed against uninterrupted: "
+        f"{'the same bits' if record['resumed_has_the_same_bits'] else 'close'}; FSDP2 on one rank against none: "
+        f"losses within {record['largest_loss_difference_fsdp2_on_one_rank']:.1e} over 8 steps."
+        for record in found
+    ]
+    return "\n".join([*lines, "", *behaviour])
+
+
 TABLES = {
     DOCS / "index.md": {"loss": loss_table, "selection": selection_table, "memory": memory_table},
+    DOCS / "guides" / "data.md": {"prepare": prepare_table, "loader": loader_table},
+    DOCS / "guides" / "training.md": {"train": train_table},
     DOCS / "log.md": {"loss-chunks": chunks_table},
 }
 

@@ -21,6 +21,7 @@ SAME_FUNCTION = 1e-12  # float64: two ways to compute one formula
 SAME_FUNCTION_FLOAT32 = 2e-5  # also compiled against eager: code generation may reorder sums
 GOLDEN = 1e-6  # float64: losses written down on another machine
 SAME_TRAINING = 1e-6  # float64: losses and weights after a few steps on one rank and on several
+NARROW_TRAINING = 2e-3  # the same in float32 or with bfloat16 products
 BFLOAT16 = 1e-2  # relative error of a result with bfloat16 operands, against float64
 BFLOAT16_GRADIENT = 3e-2  # of a gradient that has gone through bfloat16 outputs too
 

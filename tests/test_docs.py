@@ -1,6 +1,7 @@
 """Documentation that is true: commands run, names exist, links lead somewhere, figures and tables are up to date."""
 
 import importlib.util
+import os
 import re
 import shlex
 import subprocess
@@ -27,9 +28,30 @@ def blocks(language: str) -> list:
     return found
 
 
-def commands() -> list:
-    lines = {line.split("#")[0].strip() for block in blocks("bash") for line in block.values[0].splitlines()}
-    return sorted(line for line in lines if line)
+def commands(page: Path) -> list[str]:
+    """All commands of a page, in order."""
+    found = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line.split(" #")[0].strip() for block in found for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith("git clone ")]  # that is how the reader got here
+
+
+def runnable(command: str) -> list[str]:
+    """What a test runs for a command: small where it would be long, dry where it needs more than a test has."""
+    words = shlex.split(command)
+    if words[0] == "make":
+        return [words[0], "--dry-run", *words[1:]]  # the targets run these tests
+    if words[0] == ".venv/bin/torchrun":
+        words[:1] = [sys.executable, "-m", "torch.distributed.run"]
+    elif words[0] == ".venv/bin/thoughtbubbles":
+        words[:1] = [sys.executable, "-m", "thoughtbubbles"]
+    else:
+        pytest.fail(f"no test knows how to run {command!r}")
+    if "train" in words and not {"--list", "--help", "--dry-run"} & set(words):
+        is_small = words[words.index("train") + 1].startswith("tiny")
+        words += (
+            ["--tokens", "4096", "--eval.tokens", "512", "--eval.sample-tokens", "2"] if is_small else ["--dry-run"]
+        )
+    return words
 
 
 @pytest.mark.parametrize("code", blocks("python"))
@@ -38,24 +60,28 @@ def test_python(code):
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("command", commands())
-def test_commands(command):
-    if command.startswith("git clone "):
-        return  # that is how the reader got here
-    words = shlex.split(command)
-    if words[0] == "make":
-        words.insert(1, "--dry-run")  # the targets run these tests
-    elif words[0] == ".venv/bin/thoughtbubbles":
-        words[:1] = [sys.executable, "-m", "thoughtbubbles"]
-    else:
-        pytest.fail(f"no test knows how to run {command!r}")
-    run = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
-    assert run.returncode == 0, run.stderr
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if commands(page)], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_commands(page, tmp_path):
+    """The commands of a page, one after the other, in a folder that looks like a fresh clone."""
+    for entry in ROOT.iterdir():
+        if entry.name not in ("data", "runs"):
+            (tmp_path / entry.name).symlink_to(entry)
+    for command in commands(page):
+        run = subprocess.run(
+            runnable(command),
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert run.returncode == 0, f"{command}\n{run.stderr}"
 
 
 def test_there_are_commands_to_test():
-    assert len(commands()) >= 5
-    assert len(blocks("python")) >= 2
+    assert sum(len(commands(page)) for page in PAGES) >= 15
+    assert len(blocks("python")) >= 4
 
 
 def test_paper_to_code_names_what_exists():

@@ -199,3 +199,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         VERBS[name].run(rest)
     except ValueError as error:  # a user's mistake: the message says it all
         sys.exit(f"thoughtbubbles {name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -23,6 +23,14 @@ def float64(folder: Path) -> None:
     run(folder, steps=20, compute_precision="float64", compute_micro_rows=2, save_every=5, save_keep=9)
 
 
+def float32(folder: Path) -> None:
+    run(folder, steps=4)
+
+
+def bf16(folder: Path) -> None:
+    run(folder, steps=4, compute_precision="bf16", compute_micro_rows=2)
+
+
 def muon(folder: Path) -> None:
     run(folder, steps=6, compute_precision="float64", compute_micro_rows=2, optim_kind="muon")
 

@@ -232,4 +232,5 @@ def _summarize(out: Path, index: Index) -> None:
         print(f"{index.notes['skipped']:,} records were left out: there was nothing to learn in them")
     if not index.splits["val"]:
         print("nothing is held out: for that, give two different documents or more, and held_out above 0")
-    print(f"next: thoughtbubbles train tiny --data.mixture {out}")
+    fitting = {"bytes": "tiny", "gpt2": "150m-r2-owt"}[index.tokenizer]
+    print(f"next: thoughtbubbles train {fitting} --data.mixture {out}")

@@ -110,7 +110,9 @@ def _shard(model: Thoughtbubbles, world: World, precision: str) -> None:
         fully_shard(block, mesh=mesh, mp_policy=in_blocks)
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     for group in fsdp_groups(model):
-        group.set_gradient_divide_factor(1.0)  # losses are shares of one global mean, so gradients are summed
+        # Losses are shares of one global mean, so gradients are summed; with the plain sum that every backend has.
+        group.set_gradient_divide_factor(1.0)
+        group.set_force_sum_reduction_for_comms(True)
     # Our outputs are views that nobody writes into.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
