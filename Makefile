@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
 .PHONY: demo test test-all check format clean
 
 demo: $(CORE)
-	$(BIN)/python -m thoughtbubbles.recipes.demo
+	@$(BIN)/thoughtbubbles demo
 
 test: $(READY)
 	$(PYTEST) -m "not slow"

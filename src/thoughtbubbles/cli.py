@@ -158,12 +158,19 @@ def prepare(arguments: Sequence[str]) -> None:
     tyro.cli(run, prog="thoughtbubbles prepare", args=arguments)
 
 
+def demo(arguments: Sequence[str]) -> None:
+    from thoughtbubbles.recipes.demo import run_demo
+
+    tyro.cli(run_demo, prog="thoughtbubbles demo", args=arguments)
+
+
 class Verb(NamedTuple):
     run: Callable[[Sequence[str]], None]
     summary: str
 
 
 VERBS = {
+    "demo": Verb(demo, "a model with bubbles and a plain one side by side, in minutes"),
     "inspect": Verb(
         lambda arguments: tyro.cli(inspect, prog="thoughtbubbles inspect", args=arguments),
         "what a model costs: parameters, FLOPs, streams, memory",

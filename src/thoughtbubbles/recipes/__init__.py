@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from thoughtbubbles.recipes import paper, tiny
+from thoughtbubbles.recipes import demo, paper, tiny
 from thoughtbubbles.train.config import RunConfig
 
 
@@ -13,7 +13,7 @@ class Recipe(NamedTuple):
 
 
 RECIPES: dict[str, Recipe] = {
-    name: Recipe(make, summary) for name, make, summary in [*tiny.recipes(), *paper.recipes()]
+    name: Recipe(make, summary) for name, make, summary in [*tiny.recipes(), *demo.recipes(), *paper.recipes()]
 }
 
 

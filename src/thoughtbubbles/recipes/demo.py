@@ -1,0 +1,271 @@
+"""`make demo`: a small model with bubbles and a plain GPT of the same size, side by side on this machine's own text.
+
+Both are ordinary runs of the training command, one process and one core each, on the documentation inside Python's
+standard library. What the comparison is worth stands in demo.json: the same over three seeds.
+
+    thoughtbubbles demo                            what `make demo` runs
+    thoughtbubbles demo --record --seeds 0 1 2     writes demo.json anew
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from thoughtbubbles.checkpoint import load_folder_tokenizer, write_json
+from thoughtbubbles.data.tokenizer import Tokenizer
+from thoughtbubbles.generate.sample import sample
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.train.config import DataConfig, EvalConfig, LogConfig, OptimConfig, RunConfig, SaveConfig
+
+RECORD = Path(__file__).with_name("demo.json")
+NAMES = {"demo-bubbles": "bubbles, 2 streams a token", "demo-plain": "plain GPT"}
+COLOURS = ("white", "green", "yellow", "dark_orange", "red")  # of 1, 2, 3, 4, and more streams
+BUBBLES = ModelConfig(n_layer=4, n_head=3, width=96, vocab_size=384, block_size=128, fork_layers=(1, 2))
+
+
+def demo(name: str) -> RunConfig:
+    plain = replace(BUBBLES, fork_layers=(), merge="original")
+    return RunConfig(
+        name=name,
+        model=plain if name == "demo-plain" else BUBBLES,
+        tokens=900 * 8 * 128,
+        tokens_per_step=8 * 128,
+        data=DataConfig(mixture=("stdlib",)),
+        optim=OptimConfig(lr=4e-3, warmup=0.05),
+        save=SaveConfig(every=0),
+        eval=EvalConfig(every=150, tokens=50_000, sample_tokens=0),
+        log=LogConfig(every=10),
+    )
+
+
+def recipes() -> Iterator[tuple[str, Callable[[], RunConfig], str]]:
+    for name, words in NAMES.items():
+        yield name, partial(demo, name), f"half of `make demo`: {words}, this machine's own text"
+
+
+@dataclass
+class Watched:
+    """A run in another process, seen through what it logs."""
+
+    name: str
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    def lines(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+    def numbers(self) -> dict[str, Any]:
+        """Of the finished run."""
+        lines = self.lines()
+        speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+        forks = [line["forks"] for line in lines if "forks" in line]
+        held_out = [line["held_out"]["stdlib"] for line in lines if "held_out" in line]
+        return {
+            "held_out_loss": held_out[-1],
+            "tokens_per_second": sorted(speeds)[len(speeds) // 2],
+            "streams_per_token": forks[-1][-1]["streams"] if forks else 1.0,
+        }
+
+
+def start(name: str, out: Path, *, seed: int, more: list[str]) -> Watched:
+    folder = out / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "thoughtbubbles", "train", name, "--out", str(folder), "--seed", str(seed), *more]
+    with (folder / "output.txt").open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+    return Watched(name, folder, process)
+
+
+def watch(runs: list[Watched], steps: int, console: Console) -> None:
+    """Shows progress until all are done; one that fails ends the others."""
+    columns = (
+        TextColumn("{task.description:<28}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[facts]}"),
+    )
+    last_said = time.monotonic()
+    try:
+        with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as progress:
+            tasks = {run.name: progress.add_task(NAMES[run.name], total=steps, facts="starting") for run in runs}
+            while True:
+                alive = any(run.process.poll() is None for run in runs)
+                for run in runs:
+                    if run.process.poll():
+                        tail = (run.folder / "output.txt").read_text(errors="replace")[-2000:]
+                        raise RuntimeError(f"{run.name} failed:\n{tail}")
+                    done, facts = _state(run.lines())
+                    progress.update(tasks[run.name], completed=done, facts=facts)
+                    if not console.is_terminal and (time.monotonic() - last_said > 10 or not alive):
+                        console.print(f"{NAMES[run.name]}: {done}/{steps}  {facts}")
+                if time.monotonic() - last_said > 10:
+                    last_said = time.monotonic()
+                if not alive:
+                    return
+                time.sleep(0.5)
+    finally:
+        for run in runs:
+            if run.process.poll() is None:
+                run.process.terminate()
+            run.process.wait()
+
+
+def _state(lines: list[dict[str, Any]]) -> tuple[int, str]:
+    steps = [line for line in lines if "loss" in line]
+    held_out = [line["held_out"]["stdlib"] for line in lines if "held_out" in line]
+    if not steps:
+        return 0, "starting"
+    facts = f"loss {steps[-1]['loss']:.3f}" + (f", held-out {held_out[-1]:.3f}" if held_out else "")
+    return steps[-1]["step"], facts
+
+
+def draw(runs: list[Watched], path: Path) -> None:
+    """Training loss (a running mean) and held-out loss of both."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for run, colour in zip(runs, ("tab:red", "tab:blue"), strict=True):
+        lines = run.lines()
+        losses = [line["loss"] for line in lines if "loss" in line]
+        width = max(1, min(25, len(losses) // 4))
+        smooth = [sum(losses[i - width : i]) / width for i in range(width, len(losses) + 1)]
+        axes.plot(range(width, len(losses) + 1), smooth, color=colour, alpha=0.45, linewidth=1)
+        held_out = [(line["step"], line["held_out"]["stdlib"]) for line in lines if "held_out" in line]
+        axes.plot(*zip(*held_out, strict=True), "o-", color=colour, label=f"{NAMES[run.name]}: {held_out[-1][1]:.3f}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats a byte)")
+    axes.set_ylim(top=min(4.0, axes.get_ylim()[1]))
+    axes.set_title("Python's own documentation, byte by byte: held-out loss (dots) and training loss")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def coloured(model: Thoughtbubbles, tokenizer: Tokenizer, ids: list[int]) -> tuple[Text, str]:
+    """The text of `ids` in colours that tell the streams of each token; and these numbers, where colours are lost."""
+    out = model(torch.tensor([ids[: model.config.block_size]]), trace=True)
+    assert out.forks is not None
+    text, numbers = Text(), ""
+    for token, streams in zip(ids, out.forks[-1].bubble_size[0].tolist(), strict=False):
+        shown = tokenizer.token_bytes(token).decode(errors="replace") if token != tokenizer.end_of_text else "¶"
+        text.append(shown, style=COLOURS[min(streams, len(COLOURS)) - 1])
+        numbers += "\n" if shown == "\n" else str(min(streams, 9)) * len(shown)
+    return text, numbers
+
+
+def show_sample(run: Watched, console: Console) -> None:
+    model, tokenizer = Thoughtbubbles.load(run.folder), load_folder_tokenizer(run.folder)
+    assert tokenizer is not None
+    prompt = tokenizer.encode("Return the ")
+    written = sample(
+        model,
+        torch.tensor([prompt]),
+        n_new=BUBBLES.block_size - len(prompt),
+        vocab_size=tokenizer.size,
+        temperature=0.7,
+        generator=torch.Generator().manual_seed(0),
+    )
+    text, numbers = coloured(model, tokenizer, written[0].tolist())
+    legend = Text("streams of each byte after the last fork layer: ")
+    for count, colour in enumerate(COLOURS[: model.config.max_bubble], start=1):
+        legend.append(f" {count} ", style=f"reverse {colour}")
+    console.print("\nA sample, with its bubbles:\n", text, "\n", legend)
+    if not console.is_terminal:
+        console.print(numbers)
+
+
+def verdict(record: dict[str, Any]) -> str:
+    """What the comparison is worth, from the recorded seeds."""
+    losses = {name: [run[name]["held_out_loss"] for run in record["runs"]] for name in NAMES}
+    shown = {name: ", ".join(f"{loss:.3f}" for loss in values) for name, values in losses.items()}
+    gaps = [p - b for b, p in zip(losses["demo-bubbles"], losses["demo-plain"], strict=True)]
+    mean, seeds = sum(gaps) / len(gaps), len(gaps)
+    if all(gap > 0 for gap in gaps):
+        words = f"bubbles were ahead in {seeds} of {seeds} seeds, by {mean:.3f} nats on average"
+    elif all(gap < 0 for gap in gaps):
+        words = f"the plain model was ahead in {seeds} of {seeds} seeds, by {-mean:.3f} nats on average"
+    else:
+        words = f"the two are equal within noise: bubbles were ahead in {sum(g > 0 for g in gaps)} of {seeds} seeds"
+    return (
+        f"How much of this is chance? Over {seeds} seeds of exactly this run ({record['machine']}): bubbles "
+        f"{shown['demo-bubbles']}; plain {shown['demo-plain']}. So at this size and length {words}."
+    )
+
+
+def run_demo(
+    *, out: Path = Path("runs/demo"), seeds: tuple[int, ...] = (0,), record: bool = False, tokens: int | None = None
+) -> None:
+    """Train both models, then show a table, loss curves, a sample with its bubbles, and where the checkpoint is.
+
+    Args:
+        out: Folder of the demo; what an earlier demo left there is replaced.
+        seeds: Seeds to run, one after the other.
+        record: Write the results of all seeds to demo.json.
+        tokens: Train on this many tokens instead; for a quick look.
+    """
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    begin = time.monotonic()
+    more = [] if tokens is None else ["--tokens", str(tokens)]
+    steps = demo("demo-bubbles").steps if tokens is None else -(-tokens // demo("demo-bubbles").tokens_per_step)
+    found = []
+    for seed in seeds:
+        both = " and ".join(NAMES.values())
+        console.print(f"Training {both} side by side on Python's own documentation: {steps} steps, seed {seed}")
+        runs = [start(name, out, seed=seed, more=more) for name in NAMES]
+        watch(runs, steps, console)
+        found.append({"seed": seed, **{run.name: run.numbers() for run in runs}})
+    if record:
+        machine = f"{platform.machine()}, Python {platform.python_version()}, PyTorch {torch.__version__}"
+        command = "thoughtbubbles demo --record --seeds " + " ".join(map(str, seeds))
+        write_json(RECORD, {"command": command, "machine": machine, "runs": found})
+    _report(runs, found[-1], out, console, seconds=time.monotonic() - begin)
+
+
+def _report(runs: list[Watched], numbers: dict[str, Any], out: Path, console: Console, *, seconds: float) -> None:
+    table = Table(title=f"{seconds:.0f} seconds")
+    for heading in ("", "parameters", "held-out loss (nats a byte)", "tokens/s", "streams a token"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for run in runs:
+        facts = numbers[run.name]
+        parameters = sum(weight.numel() for weight in Thoughtbubbles.load(run.folder).parameters())
+        table.add_row(
+            NAMES[run.name],
+            f"{parameters:,}",
+            f"{facts['held_out_loss']:.4f}",
+            f"{facts['tokens_per_second']:,.0f}",
+            f"{facts['streams_per_token']:.2f}",
+        )
+    draw(runs, out / "loss.png")
+    console.print(table)
+    show_sample(runs[0], console)
+    if RECORD.exists():
+        console.print("\n" + verdict(json.loads(RECORD.read_text())), soft_wrap=True)
+    console.print(
+        f"\nloss curves: {out / 'loss.png'}\ncheckpoint:  {next(iter(runs[0].folder.glob('step-*')))}", soft_wrap=True
+    )
