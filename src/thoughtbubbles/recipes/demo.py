@@ -44,12 +44,12 @@ def demo(name: str) -> RunConfig:
     return RunConfig(
         name=name,
         model=plain if name == "demo-plain" else BUBBLES,
-        tokens=900 * 8 * 128,
+        tokens=700 * 8 * 128,
         tokens_per_step=8 * 128,
         data=DataConfig(mixture=("stdlib",)),
         optim=OptimConfig(lr=4e-3, warmup=0.05),
         save=SaveConfig(every=0),
-        eval=EvalConfig(every=150, tokens=50_000, sample_tokens=0),
+        eval=EvalConfig(every=100, tokens=50_000, sample_tokens=0),
         log=LogConfig(every=10),
     )
 
