@@ -2,8 +2,8 @@
 
 python benchmarks/effect.py --data DIR       DIR: a folder made by `thoughtbubbles prepare` with the gpt2 tokenizer
 
-12 layers of width 512 (63.6M parameters), fork layers 3, 7, 11, r = 2, residual merge; 64 × 512 tokens a step, cosine to
-10 % with 5 % warm-up: the training command with the options below. Held-out loss along the way goes to the results.
+12 layers of width 512 (63.6M parameters), fork layers 3, 7, 11, r = 2, residual merge; 64 × 512 tokens a step, cosine
+to 10 % with 5 % warm-up: the training command with the options below. Held-out loss along the way goes to the results.
 """
 
 import argparse

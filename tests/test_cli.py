@@ -1,5 +1,6 @@
 """The command line: answers at once, explains itself, and turns a user's mistake into one line."""
 
+import json
 import subprocess
 import sys
 
@@ -23,7 +24,9 @@ def test_help_and_version():
     assert "parameters, FLOPs, streams" in run("inspect", "--help").stdout
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"], ["inspect", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], ["--version"], ["inspect", "--help"], ["prepare", "--help"], ["train", "--help"]]
+)
 def test_help_imports_no_torch(arguments):
     code = f"""
 import contextlib, sys
@@ -55,12 +58,18 @@ def test_inspect():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fly"], "no verb 'fly'; choose from: inspect"),
+        (["fly"], "no verb 'fly'; choose from: demo, inspect"),
         (["inspect", "huge"], "thoughtbubbles inspect: no model is named 'huge'"),
         (["inspect", "nano", "--budgets", "0.5"], "budget = 0.5 is below 1"),
         (["inspect", "nano", "--tokens", "99"], "--tokens 99: a row of nano has from 1 to 32 tokens"),
         (["inspect", "nano", "--rows", "0"], "--rows 0"),
         (["inspect"], "required"),
+        (["train", "tiny-plane"], "no recipe is named 'tiny-plane': did you mean tiny-plain"),
+        (["train", "tiny", "--optim.lr", "-1"], "--optim.lr -1.0: give a positive number"),
+        (["train", "tiny", "--out", "/dev/null/run"], "/dev/null/run"),
+        (["train", "150m-r2-owt", "--out", "/tmp/never"], "data/openwebtext"),
+        (["prepare", "nowhere.txt", "--out", "/tmp/never"], "nowhere.txt"),
+        (["prepare", "--out", "/tmp/never"], "source"),
     ],
 )
 def test_mistakes(arguments, message):
@@ -68,6 +77,28 @@ def test_mistakes(arguments, message):
     assert shown.returncode != 0
     assert message in shown.stderr
     assert "Traceback" not in shown.stderr
+
+
+def test_the_list_of_recipes():
+    shown = run("train", "--list").stdout
+    for expected in ("150m-r2-paper-pes2o", "1.9b-r2-midtrain", "1,915,955,200", "772m-extended-forking", "2.5B"):
+        assert expected in shown
+
+
+def test_a_dry_run_prints_the_resolved_config():
+    shown = run("train", "1.9b-r2", "--dry-run", "--optim.lr", "3e-4")
+    assert shown.returncode == 0, shown.stderr
+    text, _, summary = shown.stdout.rpartition("\n}\n")
+    config = json.loads(text + "\n}")
+    assert config["optim"]["lr"] == 3e-4
+    assert config["model"]["width"] == 2048
+    assert "1,915,955,200 parameters, 162,761 steps of 245,760 tokens" in summary
+
+
+def test_help_shows_every_field_of_a_run():
+    shown = run("train", "tiny", "--help").stdout
+    for expected in ("--optim.lr", "--model.budget", "--save.milestones", "--data.mixture", "--compute.recompute"):
+        assert expected in shown
 
 
 def test_spans():

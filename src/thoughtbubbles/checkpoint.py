@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -116,8 +116,11 @@ def read_config(folder: Path) -> ModelConfig:
         raise ValueError(f"{path} describes a model of type {kind!r}: only 'thoughtbubbles' can be opened here")
     known = {field.name for field in fields(ModelConfig)}
     described = {name: value for name, value in found.items() if name in known}
-    described["fork_layers"] = tuple(described.get("fork_layers", ()))  # JSON has lists only
-    return ModelConfig(**described)
+    try:
+        described["fork_layers"] = tuple(described.get("fork_layers", ()))  # JSON has lists only
+        return ModelConfig(**described)
+    except TypeError as error:
+        raise ValueError(f"{path} is no model's description ({error}): the folder is damaged") from None
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -197,10 +200,13 @@ def write_manifest(folder: Path) -> None:
     )
 
 
-def damage(folder: Path) -> str | None:
+def damage(folder: Path, *, required: Collection[str] = ()) -> str | None:
     """What is wrong with a folder that has a manifest, in words; None if nothing is."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
+        unlisted = [name for name in required if name not in manifest]
+        if unlisted:
+            return f"{MANIFEST} does not list {unlisted[0]}"
         for name, expected in manifest.items():
             path = folder / name
             if not path.is_file():

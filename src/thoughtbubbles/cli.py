@@ -108,7 +108,7 @@ usage: thoughtbubbles train RECIPE [--resume] [--dry-run] [--FIELD VALUE …]
 
   --list             all recipes, with parameters, tokens and expected FLOPs
   RECIPE --help      every field of the run that can be changed, with its value
-  --resume           go on from the newest whole checkpoint of the run's folder (start there is none)
+  --resume           go on from the newest whole checkpoint of the run's folder (from step 0 where there is none)
   --dry-run          build the model, take one step at reduced size, print the resolved config
   --init-from DIR    start from the weights of a model, checkpoint or run
 

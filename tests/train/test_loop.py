@@ -2,21 +2,24 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from helpers import GOLDEN, SAME_FUNCTION, named
 from thoughtbubbles.checkpoint import load_folder_tokenizer, save_model
+from thoughtbubbles.data.shards import Index, ShardWriter, write_index
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.recipes import recipe
 from thoughtbubbles.train.loop import Trainer, train
 from thoughtbubbles.train.parallel import World
-from thoughtbubbles.train.start import build_model
-from train.runs import assert_same_bits, losses, metrics, small_run
+from thoughtbubbles.train.start import build_model, own_folder
+from train.runs import assert_same_bits, losses, metrics, small_corpus, small_run
 from train.write_golden import golden
 
 GOLDEN_FILE = Path(__file__).parents[1] / "golden" / "tiny.json"
@@ -136,7 +139,9 @@ def test_init_from_a_plain_model_adds_fork_layers(tmp_path):
     source = Thoughtbubbles(plain)
     save_model(tmp_path / "plain", source)
     config = small_run(tmp_path / "run", init_from=tmp_path / "plain")
-    model = build_model(config)
+    said: list[str] = []
+    model = build_model(config, said.append)
+    assert said == [f"weights from {tmp_path / 'plain'}; it has no fork layers 1, 3, which start fresh"]
     for name, weight in source.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight)
     assert {name.split(".")[1] for name in model.state_dict() if name.startswith("forks.")} == {"1", "3"}
@@ -145,9 +150,56 @@ def test_init_from_a_plain_model_adds_fork_layers(tmp_path):
     for change, message in (({"width": 64}, "has shape"), ({"n_layer": 3}, "blocks.3"), ({"n_layer": 5}, "is missing")):
         wrong = replace(config, out=tmp_path / "wrong", model=replace(config.model, **{"fork_layers": (1,), **change}))
         with pytest.raises(ValueError, match=f"does not fit the model.*{message}"):
-            build_model(wrong)
+            build_model(wrong, said.append)
     with pytest.raises(ValueError, match="nowhere does not exist"):
-        build_model(replace(config, init_from=tmp_path / "nowhere"))
+        build_model(replace(config, init_from=tmp_path / "nowhere"), said.append)
+
+
+def test_a_resumed_run_needs_its_beginnings_no_more(tmp_path):
+    save_model(tmp_path / "start", build_model(small_run(tmp_path / "run", seed=5), print))
+    config = small_run(tmp_path / "run", steps=4, init_from=tmp_path / "start")
+    whole = train(config)
+    shutil.rmtree(whole.checkpoint)
+    shutil.rmtree(tmp_path / "start")
+    before = losses(tmp_path / "run")
+    assert train(config, resume=True).finished
+    assert losses(tmp_path / "run") == before
+
+
+def test_sources_of_one_name_keep_their_losses(tmp_path):
+    for parent in ("a", "b"):
+        small_corpus(tmp_path / parent / "run")
+    mixture = (f"{tmp_path}/a/corpus=0.5", f"{tmp_path}/b/corpus=0.5")
+    result = train(small_run(tmp_path / "run", steps=1, data_mixture=mixture))
+    assert result.held_out.keys() == {f"{tmp_path}/a/corpus", f"{tmp_path}/b/corpus", "mixture"}
+
+
+def test_one_process_a_folder(tmp_path):
+    trainer = Trainer(small_run(tmp_path / "run", steps=1), CPU)
+    with own_folder(tmp_path / "run", CPU), pytest.raises(ValueError, match="another process is training in"):
+        train(small_run(tmp_path / "run", steps=1))
+    assert trainer.run().finished
+
+
+def test_padded_examples_weigh_by_their_targets(tmp_path):
+    """Micro-batches of very different numbers of targets: their gradients are shares of one mean."""
+    folder = tmp_path / "examples"
+    splits = {}
+    for split in ("train", "val"):
+        writer = ShardWriter(folder, split, kind="examples", shard_tokens=100_000)
+        for i in range(64):
+            tokens = np.arange(i % 29 + 3, dtype=np.uint16) + 65
+            writer.add_example(tokens, np.arange(len(tokens)) >= 1 + i % 2)
+        writer.close()
+        splits[split] = writer.finished
+    write_index(folder, Index("examples", "bytes", 256, 257, splits, {}))
+    for micro in (8, 1):
+        options = {"compute_precision": "float64", "compute_micro_rows": micro, "data_mixture": (str(folder),)}
+        train(small_run(tmp_path / str(micro), steps=3, **options))
+    ours, theirs = (metrics(tmp_path / str(micro)) for micro in (8, 1))
+    assert len({line["targets"] for line in ours if "targets" in line}) > 1
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.get("loss") == pytest.approx(b.get("loss"), abs=SAME_FUNCTION)
 
 
 def test_speed_is_counted_as_everywhere(tmp_path):

@@ -258,14 +258,14 @@ def finished(folder: Path, settings: dict[str, Any]) -> Index | None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, *, doing: str = "preparing") -> Iterator[None]:
     """The system gives the lock back when the process ends, however it ends."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise ValueError(f"out = {folder}: another process is preparing this folder; wait for it") from None
+        raise ValueError(f"out = {folder}: another process is {doing} this folder; wait for it") from None
     finally:
         os.close(handle)
 

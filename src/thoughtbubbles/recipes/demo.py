@@ -82,7 +82,7 @@ class Watched:
         return {
             "held_out_loss": held_out[-1],
             "tokens_per_second": sorted(speeds)[len(speeds) // 2],
-            "streams_per_token": forks[-1][-1]["streams"] if forks else 1.0,
+            "streams_per_token": forks[-1][-1]["streams"] if forks else 1.0,  # a plain model has none
         }
 
 

@@ -15,6 +15,7 @@ Data is looked for in data/openwebtext, data/pes2o and so on: `thoughtbubbles pr
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from thoughtbubbles.model.config import ModelConfig, every_fourth_layer
@@ -71,9 +72,13 @@ def scale_up(name: str, form: str) -> RunConfig:
 
 
 def midtrain(name: str, form: str) -> RunConfig:
-    """Stage two at 1.9b; start it with --init-from a checkpoint of stage one."""
+    """Stage two at 1.9b, from the newest checkpoint of stage one (--init-from takes another, such as the half-way one).
+
+    Shares are of rows, and an example is one padded row: of real tokens, questions and chats make up less.
+    """
     return replace(
         scale_up(name, form),
+        init_from=Path("runs") / f"1.9b-{form}",
         tokens=2_000_000_000,
         data=DataConfig(mixture=MIDTRAINING),
         optim=OptimConfig(lr=2.5e-4, warmup=0.0, schedule="cosine", floor=0.1),

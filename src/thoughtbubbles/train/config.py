@@ -223,7 +223,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 # Where a run happens, what is logged, kept and evaluated; nothing that the weights depend on.
 MAY_CHANGE = {
-    *("name", "out", "save", "eval", "log", "optim.max_skipped"),
+    *("name", "out", "init_from", "save", "eval", "log", "optim.max_skipped"),
     "data",  # compared by content, see `RunData.fingerprints`
     *("compute.device", "compute.compile", "compute.recompute", "compute.micro_rows"),
 }

@@ -38,7 +38,8 @@ class RunData:
         for part in (self.loader, self.held_out):
             part.check_vocab(config.model.vocab_size)
         self.tokenizer = tokenizer(self.loader.tokenizer)
-        self.names = [source.path.name for source in sources]
+        names = [source.path.name for source in sources]
+        self.names = [name if names.count(name) == 1 else str(s.path) for name, s in zip(names, sources, strict=True)]
         self.shares = [facts.share for facts in self.loader.describe()]
         # What a resumed run compares: folders may have moved, but the indexes hold the checksums of all shards.
         self.fingerprints = [

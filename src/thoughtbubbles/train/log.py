@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -53,7 +54,7 @@ class Log:
         path = self.folder / "metrics.jsonl"
         if path.exists():
             _take_back(path, done)
-        self._sinks = list(_sinks(self.config, self.folder, self._name, config))
+        self._sinks = list(_sinks(self.config, self.folder, self._name, config, done=done))
         self.metrics = path.open("a")
         if self.console.is_terminal:
             self._progress = Progress(
@@ -86,8 +87,12 @@ class Log:
             if not self.failed:  # training matters more than its log
                 self.say(f"metrics.jsonl cannot be written ({error.strerror}); the run goes on without it")
             self.failed = True
-        for sink in self._sinks:
-            sink(facts["step"], _flat(facts))
+        for sink in list(self._sinks):
+            try:
+                sink(facts["step"], _flat(facts))
+            except Exception as error:
+                self._sinks.remove(sink)
+                self.say(f"a log besides metrics.jsonl cannot be written ({error}); the run goes on without it")
 
     def say(self, text: str) -> None:
         if self.is_first:
@@ -160,19 +165,22 @@ def _flat(facts: dict[str, Any], prefix: str = "") -> dict[str, float]:
 def _take_back(path: Path, done: int) -> None:
     """Drops what came after step `done`; an evaluation at that step is made again. A line cut short goes too."""
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             facts = json.loads(line)
-        except ValueError:
+            step = int(facts["step"])
+        except (ValueError, KeyError, TypeError):
             continue
-        if facts["step"] < done or (facts["step"] == done and not any(key.startswith("held_out") for key in facts)):
+        if step < done or (step == done and not any(key.startswith("held_out") for key in facts)):
             kept.append(line)
     partial = path.with_name(".metrics.jsonl.partial")
     partial.write_text("".join(f"{line}\n" for line in kept))
     partial.replace(path)
 
 
-def _sinks(config: LogConfig, folder: Path, name: str, run: dict[str, Any]) -> Any:
+def _sinks(
+    config: LogConfig, folder: Path, name: str, run: dict[str, Any], *, done: int
+) -> Iterator[Callable[[int, dict[str, float]], None]]:
     if config.wandb is not None:
         try:
             import wandb  # type: ignore[import-not-found, unused-ignore]
@@ -187,7 +195,7 @@ def _sinks(config: LogConfig, folder: Path, name: str, run: dict[str, Any]) -> A
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ValueError("--log.tensorboard: install it first: pip install 'thoughtbubbles[tensorboard]'") from None
-        writer = SummaryWriter(folder / "tensorboard")
+        writer = SummaryWriter(folder / "tensorboard", purge_step=done + 1)
 
         def write(step: int, facts: dict[str, float]) -> None:
             for key, value in facts.items():

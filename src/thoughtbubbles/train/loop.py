@@ -5,18 +5,21 @@ is besides weights and optimizer, and a run that is killed and resumed gives the
 """
 
 import math
+import os
 import signal
+import sys
+import traceback
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from thoughtbubbles import __version__
-from thoughtbubbles.checkpoint import write_json
+from thoughtbubbles.data.loader import Batch
 from thoughtbubbles.evals.heldout import held_out_sums, to_device
 from thoughtbubbles.generate.sample import sample
 from thoughtbubbles.model.cost import cost
@@ -27,8 +30,8 @@ from thoughtbubbles.train.forks import fork_statistics
 from thoughtbubbles.train.log import Log, Speed, peak_tflops
 from thoughtbubbles.train.optim import Optimizer, clip, learning_rate
 from thoughtbubbles.train.parallel import World, find_precision, join, parallelize, sync_gradients
-from thoughtbubbles.train.start import build_model, description, find_checkpoint, same_run
-from thoughtbubbles.train.state import Checkpoints, SaveError, clean, folder_name, restore
+from thoughtbubbles.train.start import build_model, describe, find_checkpoint, own_folder, same_run
+from thoughtbubbles.train.state import Checkpoints, SaveError, clean, folder_name, restore, set_aside
 
 
 @dataclass(frozen=True)
@@ -44,19 +47,30 @@ class Result:
 
 def train(config: RunConfig, *, resume: bool = False) -> Result:
     with join(config.compute) as world:
-        return Trainer(config, world, resume=resume).run()
+        try:
+            with own_folder(config.folder, world):
+                return Trainer(config, world, resume=resume).run()
+        except BaseException as error:
+            if not world.is_distributed:
+                raise
+            # Others may wait for this rank, in a step or in a save: only its end makes torchrun end them.
+            text = str(error) if isinstance(error, ValueError) else traceback.format_exc()
+            print(f"rank {world.rank}: {text}", file=sys.stderr, flush=True)
+            os._exit(1)
 
 
 class Trainer:
     def __init__(self, config: RunConfig, world: World, *, resume: bool = False):
         self.config, self.world, self.folder = config, world, config.folder
         self.log = Log(self.folder, config.log, name=config.name, steps=config.steps, is_first=world.is_first)
-        found = find_checkpoint(self.folder, resume=resume, say=self.log.say)
+        found = world.first(lambda: find_checkpoint(self.folder, resume=resume, say=self.log.say))
         self.precision = find_precision(config.compute, world.device.type)
         self.data = RunData(config, world)
-        state = None if found is None else same_run(found, config, self.data.fingerprints)
+        state = None
+        if found is not None:
+            state = same_run(found, config, precision=self.precision, fingerprints=self.data.fingerprints)
 
-        self.model = build_model(config)
+        self.model = build_model(config if found is None else replace(config, init_from=None), self.log.say)
         self.model.to(world.device, torch.float64 if self.precision == "float64" else torch.float32)
         parallelize(self.model, world, config.compute)
         self.optimizer = Optimizer(self.model, config.optim)
@@ -71,6 +85,7 @@ class Trainer:
         if found is not None and state is not None:
             restore(found, self.model, self.optimizer, world)
             self.done, self.skipped_in_a_row = state["step"], state["skipped_in_a_row"]
+        self._ahead: tuple[int, list[Batch]] = (-1, [])  # the next step's batches, made while the device still works
         self.held_out: dict[str, float] = {}
         self._asked_to_stop = False  # by a signal to this rank
         self._stop = False  # as agreed by all ranks
@@ -80,7 +95,8 @@ class Trainer:
         if self.world.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
             clean(self.folder)
-            write_json(self.folder / "run.json", description(config))
+            set_aside(self.folder, self.done)
+            describe(self.folder, config, done=self.done)
         self.log.start(config.as_dict(), done=self.done)
         self._announce()
         speed = Speed(
@@ -114,10 +130,12 @@ class Trainer:
                 facts["peak_memory_GiB"] = torch.cuda.max_memory_allocated() / 2**30
         self.log.step({"step": self.done, "tokens": tokens, **facts})
         self._count_skipped(facts["skipped"])
+        if self.checkpoints.is_written:
+            self._report_failed_save()
         if self._save_is_due():
             self.save()
             speed.pause(tokens)
-        if self._evaluation_is_due() and not self._stop:  # after a signal it waits for --resume
+        if self._evaluation_is_due() and (not self._stop or self.done == config.steps):  # else it waits for --resume
             self.evaluate()
             speed.pause(tokens)
 
@@ -125,9 +143,10 @@ class Trainer:
         """One optimizer step on global batch `done`. Its loss is one mean over all real targets of all ranks."""
         config, device, n = self.config, self.world.device, self.done
         torch.manual_seed(_mix(config.seed, n, self.world.rank))
-        micros = self.data.micro_batches(n)
+        micros = self._ahead[1] if self._ahead[0] == n else self.data.micro_batches(n)
         real = [int((batch.targets != IGNORED).sum()) for batch in micros]
-        all_real = self.world.total(torch.tensor(float(sum(real)), device=device)).clamp(min=1)
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        all_real = self.world.total(torch.tensor(sum(real), dtype=wide, device=device)).clamp(min=1)
 
         total = torch.zeros((), device=device)
         for index, batch in enumerate(micros):
@@ -136,19 +155,22 @@ class Trainer:
             with self.autocast():
                 out = self.model(ids, targets=targets, lengths=lengths, trace=True)
             assert out.loss is not None
-            share = out.loss * (real[index] / all_real)
+            share = out.loss * (real[index] / all_real).to(out.loss.dtype)
             share.backward()
             total = total + share.detach()
         norm = clip(self.model.parameters(), config.optim.clip)
-        loss, stop = self.world.total(torch.stack([total, torch.full_like(total, self._asked_to_stop)])).tolist()
+        seen = self.world.total(torch.stack([total, torch.full_like(total, self._asked_to_stop)]))
+        loss, stop = seen.tolist()
         self._stop = stop > 0  # all ranks stop after the same step
         lr = learning_rate(config.optim, n, config.steps)
-        facts = {"loss": loss, "lr": lr, "gradient_norm": norm.item()}
+        facts = {"loss": loss, "targets": int(all_real), "lr": lr, "gradient_norm": norm.item()}
         facts["skipped"] = not (math.isfinite(loss) and math.isfinite(facts["gradient_norm"]))
         if not facts["skipped"]:
             self.optimizer.step(lr)
         self.optimizer.zero_grad()
-        if out.forks and (n + 1) % config.log.every == 0:  # of this rank's last forward
+        if n + 1 < config.steps:
+            self._ahead = (n + 1, self.data.micro_batches(n + 1))
+        if out.forks and ((n + 1) % config.log.every == 0 or n + 1 == config.steps):  # of this rank's last forward
             facts["forks"] = fork_statistics(out.forks, lengths, ids.shape[1])
         return facts
 
@@ -159,6 +181,7 @@ class Trainer:
             "step": self.done,
             "updates": self.optimizer.updates,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "precision": self.precision,
             "data": self.data.fingerprints,
             "config": self.config.as_dict(),
             "version": __version__,
@@ -229,11 +252,14 @@ class Trainer:
         if skipped and self.skipped_in_a_row > self.config.optim.max_skipped:
             in_a_row, self.skipped_in_a_row = self.skipped_in_a_row, 0
             self.save()  # the weights of the last good step
-            self._report_failed_save(final=True)
+            where = f"The weights of the last good step are in {self.folder / folder_name(self.done)}"
+            try:
+                self.checkpoints.finish()
+            except SaveError as error:
+                where = f"They could not be saved ({error}); earlier checkpoints are whole"
             raise ValueError(
-                f"{in_a_row} steps in a row were not finite, so the run stops after step {self.done}. The weights of "
-                f"the last good step are in {self.folder / folder_name(self.done)}: look at the data, lower --optim.lr "
-                "in a new run with --init-from, or try further with --resume"
+                f"{in_a_row} steps in a row were not finite, so the run stops after step {self.done}. {where}: look at "
+                "the data, lower --optim.lr in a new run with --init-from, or try further with --resume"
             )
 
     def _report_failed_save(self, *, final: bool = False) -> None:

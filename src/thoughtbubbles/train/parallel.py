@@ -7,10 +7,11 @@ inputs is off: it would round the log scores, and with them the decisions.
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import ComputeConfig
+
+Found = TypeVar("Found")
+PATIENCE = timedelta(hours=4)  # for what one rank does while the others wait: checksums of large data, a slow disk
 
 
 class World(NamedTuple):
@@ -37,6 +41,28 @@ class World(NamedTuple):
     def is_first(self) -> bool:
         return self.rank == 0
 
+    def agree(self, trouble: str | None) -> str | None:
+        """The first trouble that any rank has, so that all of them give up together; None if there is none."""
+        troubles = [trouble]
+        if self.is_distributed:
+            troubles = [None] * self.size
+            dist.all_gather_object(troubles, trouble, group=self.saving)
+        return next(filter(None, troubles), None)
+
+    def first(self, work: Callable[[], Found]) -> Found:
+        """What `work` returns on the first rank, on all of them; a ValueError there is one everywhere."""
+        found: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                found[0] = work()
+            except ValueError as error:
+                found[1] = str(error)
+        if self.is_distributed:
+            dist.broadcast_object_list(found, src=0, group=self.saving)
+        if found[1] is not None:
+            raise ValueError(found[1])
+        return found[0]
+
     def total(self, values: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
         if self.is_distributed:
@@ -45,7 +71,7 @@ class World(NamedTuple):
 
     def wait(self) -> None:
         if self.is_distributed:
-            dist.barrier()
+            dist.barrier(group=self.saving)
 
 
 def find_device(wanted: str) -> str:
@@ -82,7 +108,7 @@ def join(compute: ComputeConfig) -> Iterator[World]:
         "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None
     )
     try:
-        saving = dist.new_group(backend="gloo")
+        saving = dist.new_group(backend="gloo", timeout=PATIENCE)
         yield World(device, dist.get_rank(), dist.get_world_size(), True, saving)
     finally:
         dist.destroy_process_group()

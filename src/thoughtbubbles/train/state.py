@@ -12,14 +12,14 @@ disk that is full costs that checkpoint and nothing else. It can be loaded by an
 
 import json
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -57,20 +57,24 @@ class Staged(NamedTuple):
 class Checkpoints:
     def __init__(self, run: Path, world: World, *, keep: int, milestones: set[int], tokenizer: Tokenizer | None):
         self.run, self.world, self.keep, self.milestones, self.tokenizer = run, world, keep, milestones, tokenizer
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
+        self._pending: Background | None = None
 
     def save(self, model: Thoughtbubbles, optimizer: Optimizer, facts: dict[str, Any]) -> None:
         """Begins to write the checkpoint of `facts["step"]`, when the one before it is done with."""
         assert self._pending is None, "finish() comes before the next save()"
         staged = _stage(model, optimizer, facts, self.world)
-        self._pending = self._writer.submit(self._write, model, staged)
+        self._pending = Background(lambda: self._write(model, staged))
+
+    @property
+    def is_written(self) -> bool:
+        """Whether what was begun is done with, well or not."""
+        return self._pending is not None and not self._pending.thread.is_alive()
 
     def finish(self) -> None:
         """Waits until what was begun is written; raises SaveError if it could not be."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result()
+            pending.finish()
 
     def _write(self, model: Thoughtbubbles, staged: Staged) -> None:
         folder = self.run / folder_name(staged.facts["step"])
@@ -85,7 +89,7 @@ class Checkpoints:
         def end() -> None:
             write_manifest(partial)
             publish(partial, folder)
-            self._prune()
+            self._prune(staged.facts["step"])
 
         def give_up() -> None:
             shutil.rmtree(partial, ignore_errors=True)
@@ -101,32 +105,61 @@ class Checkpoints:
             work()
         except (Exception, CheckpointException) as error:  # whatever it was: training must not end because of it
             trouble = _reason(error)
-        troubles = [trouble]
-        if self.world.is_distributed:
-            troubles = [None] * self.world.size
-            dist.all_gather_object(troubles, trouble, group=self.world.saving)
-        if any(troubles):
+        trouble = self.world.agree(trouble)
+        if trouble is not None:
             if self.world.is_first:
                 give_up()
-            raise SaveError(f"{folder} could not be written: {next(filter(None, troubles))}")
+            raise SaveError(f"{folder} could not be written: {trouble}")
 
-    def _prune(self) -> None:
-        kept = [folder for folder in checkpoints(self.run) if step_of(folder) not in self.milestones]
-        for folder in kept[: -self.keep]:
+    def _prune(self, step: int) -> None:
+        """Keeps the newest up to this step, which has just been written. One that cannot be removed stays."""
+        known = [folder for folder in checkpoints(self.run) if step_of(folder) <= step]
+        for folder in [folder for folder in known if step_of(folder) not in self.milestones][: -self.keep]:
             # Renamed first, so that a kill in the middle leaves no half of it under its name.
             gone = folder.with_name(f".{folder.name}.old")
-            folder.rename(gone)
+            with suppress(OSError):
+                folder.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
+
+
+class Background:
+    """Work in a thread that does not keep the process alive: a second Ctrl-C, or a rank that fails, ends at once."""
+
+    def __init__(self, work: Callable[[], None]):
+        self.trouble: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
+        self.thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self.trouble = error
+
+    def finish(self) -> None:
+        """Waits for the end of it, and raises what it raised."""
+        self.thread.join()
+        if self.trouble is not None:
+            raise self.trouble
 
 
 def newest_good(run: Path, say: Callable[[str], None]) -> Path | None:
     """The newest checkpoint that is undamaged; those that are damaged are named."""
     for folder in reversed(checkpoints(run)):
-        wrong = damage(folder)
+        wrong = damage(folder, required=("state.json", "model/config.json", "model/model.safetensors"))
         if wrong is None:
             return folder
         say(f"{folder} is damaged and is passed over: {wrong}")
     return None
+
+
+def set_aside(run: Path, step: int) -> None:
+    """Checkpoints after the one that is resumed are damaged: kept for who wants to look, but not as checkpoints."""
+    for folder in checkpoints(run):
+        if step_of(folder) > step:
+            aside = folder.with_name(f"damaged-{folder.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
