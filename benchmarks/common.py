@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,11 @@ def commit() -> str:
     return found.stdout.strip()
 
 
-def _without_out(arguments: list[str]) -> list[str]:
-    """Where results were put says nothing about how they were made."""
+def _without_places(arguments: list[str]) -> list[str]:
+    """Where results were put, and where data lay, says nothing about how they were made."""
     at = arguments.index("--out") if "--out" in arguments else len(arguments)
-    return arguments[:at] + arguments[at + 2 :]
+    kept = arguments[:at] + arguments[at + 2 :]
+    return ["DIR" if before == "--data" else word for before, word in pairwise(["", *kept])]
 
 
 def write_results(benchmark: str, device: str, numbers: dict[str, Any], *, to: Path | None) -> Path:
@@ -101,7 +103,7 @@ def write_results(benchmark: str, device: str, numbers: dict[str, Any], *, to: P
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "benchmark": benchmark,
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_without_out(sys.argv[1:])]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_without_places(sys.argv[1:])]),
         "commit": commit(),
         "machine": name,
         "torch": torch.__version__,

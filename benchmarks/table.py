@@ -142,11 +142,25 @@ def train_table() -> str:
     return "\n".join([*lines, "", *behaviour])
 
 
+def effect_table() -> str:
+    found = records("effect")
+    steps = sorted({int(step) for record in found for run in record["runs"] for step in run["curve"]})
+    lines = [
+        f"| machine | model | seed | {' | '.join(f'step {step}' for step in steps)} |",
+        "| --- | --- | --- |" + " --- |" * len(steps),
+    ]
+    for record in found:
+        for run in record["runs"]:
+            curve = " | ".join(f"{run['curve'][str(step)]:.4f}" for step in steps)
+            lines.append(f"| {record['machine']} | {run['variant']} | {run['seed']} | {curve} |")
+    return "\n".join([*lines, "", *(f"- {record['machine']}: {source(record)}" for record in found)])
+
+
 TABLES = {
     DOCS / "index.md": {"loss": loss_table, "selection": selection_table, "memory": memory_table},
     DOCS / "guides" / "data.md": {"prepare": prepare_table, "loader": loader_table},
     DOCS / "guides" / "training.md": {"train": train_table},
-    DOCS / "log.md": {"loss-chunks": chunks_table},
+    DOCS / "log.md": {"loss-chunks": chunks_table, "effect": effect_table},
 }
 
 
