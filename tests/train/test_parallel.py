@@ -70,6 +70,7 @@ def test_bf16_decides_as_the_unsharded_model(tmp_path):
     on_ranks(2, "decisions", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_mean_is_over_the_targets_of_all_ranks(tmp_path):
     folder = tmp_path / "examples"
     for split in ("train", "val"):
