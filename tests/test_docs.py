@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,9 +61,12 @@ def test_python(code):
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if commands(page)], ids=lambda page: str(page.relative_to(ROOT))
-)
+def page_of_commands(page: Path) -> Any:
+    slow = [pytest.mark.slow] if page.parent.name == "guides" else []  # long; the README's and the index's are not
+    return pytest.param(page, id=str(page.relative_to(ROOT)), marks=slow)
+
+
+@pytest.mark.parametrize("page", [page_of_commands(page) for page in PAGES if commands(page)])
 def test_commands(page, tmp_path):
     """The commands of a page, one after the other, in a folder that looks like a fresh clone."""
     for entry in ROOT.iterdir():

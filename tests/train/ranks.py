@@ -50,9 +50,9 @@ def compiled(folder: Path) -> None:
 
 def decisions(folder: Path) -> None:
     """bf16 under FSDP2 decides exactly as the unsharded model under autocast, and would not if FSDP cast our inputs."""
-    compute = ComputeConfig(device="cpu", precision="bf16")
+    compute = ComputeConfig(precision="bf16")
     config = small_config(width=48, block_size=64)
-    with parallel.join(compute) as world:
+    with parallel.join("cpu") as world:
         for seed in range(4):
             whole = lively_model(config, seed=seed, dtype=torch.float32)
             with torch.no_grad():  # so that the norms' weights are the same in bfloat16

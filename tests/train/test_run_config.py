@@ -40,7 +40,7 @@ def test_mistakes_name_the_option(changes, message, tmp_path):
 def test_a_device_that_is_not_there():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(ValueError, match=r"--compute.device cuda: .* it has: cpu"):
+    with pytest.raises(ValueError, match=r"--device cuda: .* it has: cpu"):
         find_device("cuda")
     assert find_device("auto") in ("cpu", "mps")
 
@@ -121,7 +121,7 @@ def test_optimizer_state_survives(kind):
 
 def test_differences_ignore_where_a_run_happens(tmp_path):
     base = small_run(tmp_path / "a")
-    moved = replace(small_run(tmp_path / "b", log_every=7, compute_device="cpu", compute_micro_rows=1), name="other")
+    moved = replace(small_run(tmp_path / "b", log_every=7, device="cpu", compute_micro_rows=1), name="other")
     assert differences(base.as_dict(), moved.as_dict()) == []
     other = small_run(tmp_path / "a", optim_lr=1.0, seed=3)
     assert differences(base.as_dict(), other.as_dict()) == ["optim.lr was 0.002, is 1.0", "seed was 0, is 3"]

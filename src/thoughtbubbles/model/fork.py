@@ -38,7 +38,7 @@ class ForkRecord(NamedTuple):
 class ScoreHead(nn.Module):
     """Fork and keep score of each stream, in float32 whatever surrounds it: in bfloat16 scores tie by the dozen."""
 
-    def __init__(self, width: int, *, bias: float | None):
+    def __init__(self, width: int, *, bias: int | float | None):
         super().__init__()
         self.initial_bias = bias
         self.weight = nn.Parameter(torch.empty(2, width))  # row 0 fork, row 1 keep
@@ -54,7 +54,7 @@ class ScoreHead(nn.Module):
 
 
 class ForkLayer(nn.Module):
-    def __init__(self, width: int, *, score_bias: float | None):
+    def __init__(self, width: int, *, score_bias: int | float | None):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.score = ScoreHead(width, bias=score_bias)

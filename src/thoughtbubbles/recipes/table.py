@@ -51,7 +51,6 @@ def reduced(config: RunConfig, out: Path) -> RunConfig:
         tokens_per_step=4 * 16,
         data=DataConfig(mixture=("synthetic",)),
         compute=ComputeConfig(
-            device=config.compute.device,
             precision=config.compute.precision,
             compile=False,
             recompute=config.compute.recompute,

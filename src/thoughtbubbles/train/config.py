@@ -53,8 +53,6 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
-    device: Device = "auto"
-    """auto: cuda where there is one, else mps, else cpu."""
     precision: Precision = "auto"
     """Of matrix products; weights, residual, scores and loss stay float32. auto: bf16 on CUDA, float32 elsewhere."""
     compile: bool | None = None
@@ -115,8 +113,10 @@ class RunConfig:
     """What to learn from."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """How to learn."""
+    device: Device = "auto"
+    """auto: cuda where there is one, else mps, else cpu."""
     compute: ComputeConfig = field(default_factory=ComputeConfig)
-    """Where, and in which precision."""
+    """In which precision, and how."""
     save: SaveConfig = field(default_factory=SaveConfig)
     """Checkpoints."""
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -164,9 +164,9 @@ class RunConfig:
             micro,
             f"give a divisor of the {self.rows} rows of a step",
         )
-        for name, kind in (("device", Device), ("precision", Precision)):
-            value = getattr(self.compute, name)
-            _require(value in get_args(kind), f"compute.{name}", value, f"choose one of {get_args(kind)}")
+        _require(self.device in get_args(Device), "device", self.device, f"choose one of {get_args(Device)}")
+        precision = self.compute.precision
+        _require(precision in get_args(Precision), "compute.precision", precision, f"choose from {get_args(Precision)}")
 
     def _check_optim(self) -> None:
         optim = self.optim
@@ -225,7 +225,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 MAY_CHANGE = {
     *("name", "out", "init_from", "save", "eval", "log", "optim.max_skipped"),
     "data",  # compared by content, see `RunData.fingerprints`
-    *("compute.device", "compute.compile", "compute.recompute", "compute.micro_rows"),
+    *("device", "compute.compile", "compute.recompute", "compute.micro_rows"),
 }
 
 

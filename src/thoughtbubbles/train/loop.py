@@ -46,7 +46,7 @@ class Result:
 
 
 def train(config: RunConfig, *, resume: bool = False) -> Result:
-    with join(config.compute) as world:
+    with join(config.device) as world:
         try:
             with own_folder(config.folder, world):
                 return Trainer(config, world, resume=resume).run()

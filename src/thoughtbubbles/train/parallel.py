@@ -80,7 +80,7 @@ def find_device(wanted: str) -> str:
         return next(name for name, is_here in found.items() if is_here)
     if not found[wanted]:
         here = ", ".join(name for name, is_here in found.items() if is_here)
-        raise ValueError(f"--compute.device {wanted}: this machine has none that torch can use; it has: {here}")
+        raise ValueError(f"--device {wanted}: this machine has none that torch can use; it has: {here}")
     return wanted
 
 
@@ -93,23 +93,23 @@ def find_precision(compute: ComputeConfig, device: str) -> str:
 
 
 @contextmanager
-def join(compute: ComputeConfig) -> Iterator[World]:
+def join(device: str = "auto") -> Iterator[World]:
     """Joins the other ranks if torchrun started us, and leaves them at the end."""
-    kind = find_device(compute.device)
+    kind = find_device(device)
     if "RANK" not in os.environ:
         yield World(torch.device(kind))
         return
     if kind == "mps":
-        raise ValueError("--compute.device mps: many ranks need cuda or cpu")
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else 0)
+        raise ValueError("--device mps: many ranks need cuda or cpu")
+    own = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else 0)
     if kind == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(own)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None
+        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", device_id=own if kind == "cuda" else None
     )
     try:
         saving = dist.new_group(backend="gloo", timeout=PATIENCE)
-        yield World(device, dist.get_rank(), dist.get_world_size(), True, saving)
+        yield World(own, dist.get_rank(), dist.get_world_size(), True, saving)
     finally:
         dist.destroy_process_group()
 
