@@ -24,7 +24,7 @@ needs_compiler = pytest.mark.skipif(
     "check",
     [
         "one graph",
-        "every way to call",
+        pytest.param("every way to call", marks=pytest.mark.slow),
         "autocast",
         "no new graph",
         pytest.param("low scores in bfloat16", marks=needs_compiler),
