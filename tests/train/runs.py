@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from thoughtbubbles.data.shards import Index, ShardWriter, write_index
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.recipes import recipe
 from thoughtbubbles.train.config import DataConfig, RunConfig
@@ -44,6 +46,20 @@ def small_corpus(out: Path) -> Path:
     """Beside the run, so that runs of one test share it."""
     folder = out.parent / "corpus"
     write_synthetic(folder, n_tokens=20_000, seed=0)
+    return folder
+
+
+def uneven_examples(folder: Path) -> Path:
+    """Examples of 3 to 31 tokens, of which 1 to 30 count."""
+    splits = {}
+    for split in ("train", "val"):
+        writer = ShardWriter(folder, split, kind="examples", shard_tokens=100_000)
+        for i in range(64):
+            tokens = np.arange(i % 29 + 3, dtype=np.uint16) + 65
+            writer.add_example(tokens, np.arange(len(tokens)) >= 1 + i % 2)
+        writer.close()
+        splits[split] = writer.finished
+    write_index(folder, Index("examples", "bytes", 256, 257, splits, {}))
     return folder
 
 

@@ -6,20 +6,18 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from helpers import GOLDEN, SAME_FUNCTION, named
 from thoughtbubbles.checkpoint import load_folder_tokenizer, save_model
-from thoughtbubbles.data.shards import Index, ShardWriter, write_index
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.recipes import recipe
 from thoughtbubbles.train.loop import Trainer, train
 from thoughtbubbles.train.parallel import World
 from thoughtbubbles.train.start import build_model, own_folder
-from train.runs import assert_same_bits, losses, metrics, small_corpus, small_run
+from train.runs import assert_same_bits, losses, metrics, small_corpus, small_run, uneven_examples
 from train.write_golden import golden
 
 GOLDEN_FILE = Path(__file__).parents[1] / "golden" / "tiny.json"
@@ -183,16 +181,7 @@ def test_one_process_a_folder(tmp_path):
 
 def test_padded_examples_weigh_by_their_targets(tmp_path):
     """Micro-batches of very different numbers of targets: their gradients are shares of one mean."""
-    folder = tmp_path / "examples"
-    splits = {}
-    for split in ("train", "val"):
-        writer = ShardWriter(folder, split, kind="examples", shard_tokens=100_000)
-        for i in range(64):
-            tokens = np.arange(i % 29 + 3, dtype=np.uint16) + 65
-            writer.add_example(tokens, np.arange(len(tokens)) >= 1 + i % 2)
-        writer.close()
-        splits[split] = writer.finished
-    write_index(folder, Index("examples", "bytes", 256, 257, splits, {}))
+    folder = uneven_examples(tmp_path / "examples")
     for micro in (8, 1):
         options = {"compute_precision": "float64", "compute_micro_rows": micro, "data_mixture": (str(folder),)}
         train(small_run(tmp_path / str(micro), steps=3, **options))

@@ -5,13 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from helpers import NARROW_TRAINING, SAME_TRAINING
-from thoughtbubbles.data.shards import Index, ShardWriter, write_index
-from train.runs import environment, losses, metrics, tensors
+from train.runs import environment, losses, metrics, tensors, uneven_examples
 
 TESTS = Path(__file__).parents[1]
 
@@ -72,15 +70,7 @@ def test_bf16_decides_as_the_unsharded_model(tmp_path):
 
 @pytest.mark.slow
 def test_the_mean_is_over_the_targets_of_all_ranks(tmp_path):
-    folder = tmp_path / "examples"
-    for split in ("train", "val"):
-        writer = ShardWriter(folder, split, kind="examples", shard_tokens=100_000)
-        for i in range(64):
-            tokens = np.arange(i % 29 + 3, dtype=np.uint16) + 65
-            writer.add_example(tokens, np.arange(len(tokens)) >= 1 + i % 2)
-        writer.close()
-        infos = {split: writer.finished} if split == "train" else {**infos, split: writer.finished}
-    write_index(folder, Index("examples", "bytes", 256, 257, infos, {}))
+    uneven_examples(tmp_path / "examples")
     on_ranks(0, "masked", tmp_path, "one")
     on_ranks(2, "masked", tmp_path, "two")
     torch.testing.assert_close(
