@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
-from thoughtbubbles.model.selection import Rule, candidate_keys
+from thoughtbubbles.model.selection import Rule, candidate_keys, candidate_levels
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 TOKENS, STREAMS, BUDGET = 512, 1024, 2
@@ -30,7 +30,7 @@ def candidates(rows: int, device: str) -> tuple[Tensor, Tensor]:
     token = torch.arange(TOKENS).repeat_interleave(4).repeat(rows, 1)
     log_score = -2 * torch.rand(rows, 2 * STREAMS, generator=generator)
     forced = (torch.arange(2 * STREAMS) % 4 == 3).repeat(rows, 1)
-    key = candidate_keys(log_score, token, forced, TOKENS)
+    key = candidate_keys(candidate_levels(log_score, token, forced, TOKENS))
     return key.to(device), token.to(device)
 
 

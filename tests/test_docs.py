@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from thoughtbubbles.model.budget import Budget
-from thoughtbubbles.model.selection import Rule, candidate_keys
+from thoughtbubbles.model.selection import Rule, candidate_keys, candidate_levels
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -122,7 +122,8 @@ def test_the_figure_follows_our_rules():
         kept = figure.select(row)
         token = torch.tensor([[c.token for c in row]])
         forced = torch.tensor([[c.original for c in row]])
-        key = candidate_keys(torch.tensor([[c.log_score for c in row]]), token, forced, len(figure.TOKENS))
+        log_score = torch.tensor([[c.log_score for c in row]])
+        key = candidate_keys(candidate_levels(log_score, token, forced, len(figure.TOKENS)))
         for selection in ("causal", "block"):
             rule = Rule(selection, Budget.of(figure.BUDGET))
             ours = rule.survives(key, token, torch.tensor([len(figure.TOKENS)]), len(figure.TOKENS))

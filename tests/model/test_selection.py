@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thoughtbubbles.model.budget import Budget
-from thoughtbubbles.model.selection import Rule, candidate_keys, pack, ranks
+from thoughtbubbles.model.selection import Rule, candidate_keys, candidate_levels, pack, ranks
 
 SCORES = st.one_of(
     st.floats(-6, 0, width=32),
@@ -44,7 +44,7 @@ class Case:
         self.token = torch.tensor([[*owner, *[self.n_tokens] * unused]])
         log_score = torch.tensor([[*self.scores, *[0.0] * unused]])
         forced = torch.tensor([[*self.original, *[False] * unused]])
-        self.key = candidate_keys(log_score, self.token, forced, self.n_tokens)
+        self.key = candidate_keys(candidate_levels(log_score, self.token, forced, self.n_tokens))
         self.rule = Rule(rule, Budget.of(budget))
         self.lengths = torch.tensor([self.tokens])
         self.mask = self.rule.survives(self.key, self.token, self.lengths, self.n_tokens)
@@ -132,7 +132,7 @@ def test_rows_do_not_know_each_other(several, data, rule):
             torch.tensor(case.scores),
             torch.tensor(case.original),
         )
-    key = candidate_keys(log_score, token, forced, n_tokens)
+    key = candidate_keys(candidate_levels(log_score, token, forced, n_tokens))
     together = Rule(rule, Budget.of(chosen))
     mask = together.survives(key, token, torch.tensor([c.tokens for c in alone]), n_tokens)
     for i, case in enumerate(alone):

@@ -54,7 +54,7 @@ def reference_attention(
             logits = logits + by.key_bias[:, None, None, :]
         future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         weights = logits.masked_fill(future, -math.inf).softmax(dim=-1)
-        return (weights @ wide(_attenuated(v, by))).to(v.dtype), weights
+        return (weights @ wide(attenuated(v, by))).to(v.dtype), weights
 
 
 def fused_attention(
@@ -65,7 +65,7 @@ def fused_attention(
 ) -> tuple[Float[Tensor, "B N S H"], Float[Tensor, "B N S S"] | None]:
     """The same on `scaled_dot_product_attention`'s flash kernel; it keeps no weights."""
     head_size = q.shape[-1]
-    v = _attenuated(v, by)
+    v = attenuated(v, by)
     if by.key_bias is not None:
         bias = by.key_bias * math.sqrt(head_size)  # the kernel will divide by √H
         carried = F.pad(torch.stack(_in_two(bias, k.dtype), dim=-1), (0, EXTRA_CHANNELS - 2))
@@ -88,7 +88,7 @@ def _in_two(bias: Float[Tensor, "B S"], dtype: torch.dtype) -> tuple[Float[Tenso
     return high.to(dtype), (bias - high).to(dtype)
 
 
-def _attenuated(v: Float[Tensor, "B N S H"], by: Attenuation) -> Float[Tensor, "B N S H"]:
+def attenuated(v: Float[Tensor, "B N S H"], by: Attenuation) -> Float[Tensor, "B N S H"]:
     return v if by.value is None else (v * by.value[:, None, :, None]).to(v.dtype)
 
 

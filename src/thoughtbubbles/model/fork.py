@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from thoughtbubbles.model.selection import Rule, candidate_keys, pack
+from thoughtbubbles.model.selection import NextToken, Rule, candidate_keys, candidate_levels, pack
 from thoughtbubbles.model.streams import Streams, bubble_sizes, find_bubbles, is_original, take, wide
 
 FLOOR = -20.0  # of one log score: exp(−20) is as good as deleted, and gradients stay finite
@@ -28,6 +28,7 @@ class ForkRecord(NamedTuple):
     layer: int
     own_log_score: Float[Tensor, "B S 2"]  # [fork, keep], before the parent's score is added
     log_score: Float[Tensor, "B C"]  # cumulative, of every candidate
+    level: Int[Tensor, "B C"]  # the log score as it is ranked: rounded, originals above all others
     selected: Bool[Tensor, "B C"]
     parent: Int[Tensor, "B n"]  # the stream that a survivor was or was forked from; −1 in unused slots
     is_fork: Bool[Tensor, "B n"]
@@ -67,7 +68,7 @@ class ForkLayer(nn.Module):
             return self.score(normed)
 
     def forward(
-        self, streams: Streams, lengths: Int[Tensor, "B"], *, n_tokens: int, rule: Rule, layer: int
+        self, streams: Streams, lengths: Int[Tensor, "B"], *, n_tokens: int, rule: Rule | NextToken, layer: int
     ) -> tuple[Streams, ForkRecord]:
         own = self.log_scores(streams.x)
         log_score = (streams.log_score[..., None] + own).flatten(1)
@@ -75,8 +76,8 @@ class ForkLayer(nn.Module):
         original = is_original(streams.token, find_bubbles(streams.token, n_tokens), n_tokens)
         forced = torch.stack([torch.zeros_like(original), original], dim=-1).flatten(1)
 
-        key = candidate_keys(log_score, token, forced, n_tokens)
-        survives = rule.survives(key, token, lengths, n_tokens)
+        level = candidate_levels(log_score, token, forced, n_tokens)
+        survives = rule.survives(candidate_keys(level), token, lengths, n_tokens)
         chosen = pack(survives, rule.n_slots(streams.token.shape[1], n_tokens))
 
         used = chosen < token.shape[1]
@@ -92,6 +93,7 @@ class ForkLayer(nn.Module):
             layer=layer,
             own_log_score=own,
             log_score=log_score,
+            level=level,
             selected=survives,
             parent=torch.where(used, parent, -1),
             is_fork=is_fork,

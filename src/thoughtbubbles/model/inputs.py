@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from thoughtbubbles.model.budget import Budget, BudgetLike
-from thoughtbubbles.model.config import ModelConfig, Selection
+from thoughtbubbles.model.config import BudgetMode, ModelConfig, Selection
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.selection import Rule
 
@@ -30,6 +30,7 @@ def check(
     lengths: Tensor | Sequence[int] | None,
     budget: BudgetLike | Budget | None,
     selection: str | None,
+    budget_mode: str | None = None,
     want: Collection[str],
     trace: bool | str,
     training: bool,
@@ -50,7 +51,7 @@ def check(
         if targets.shape != ids.shape:
             raise ValueError(f"targets have shape {tuple(targets.shape)}, ids {tuple(ids.shape)}: they must be alike")
     _check_words(want, trace, has_targets=targets is not None)
-    rule = _rule(config, budget, selection, batch)
+    rule = rule_of(config, batch, budget=budget, selection=selection, budget_mode=budget_mode)
 
     look_inside = not torch.compiler.is_compiling() and (ids.device.type == "cpu" or not training)
     row_lengths = _row_lengths(lengths, ids, look_inside)
@@ -86,13 +87,22 @@ def _check_words(want: Collection[str], trace: bool | str, *, has_targets: bool)
         raise ValueError(f"trace = {trace!r}: choose False, True or 'attention'")
 
 
-def _rule(config: ModelConfig, budget: BudgetLike | Budget | None, selection: str | None, batch: int) -> Rule:
+def rule_of(
+    config: ModelConfig,
+    batch: int,
+    *,
+    budget: BudgetLike | Budget | None,
+    selection: str | None,
+    budget_mode: str | None,
+) -> Rule:
     if selection is not None and selection not in get_args(Selection):
         raise ValueError(f"selection = {selection!r}: choose one of {get_args(Selection)}")
-    if config.budget_mode == "fixed" and selection == "causal":
+    if budget_mode is not None and budget_mode not in get_args(BudgetMode):
+        raise ValueError(f"budget_mode = {budget_mode!r}: choose one of {get_args(BudgetMode)}")
+    if (budget_mode or config.budget_mode) == "fixed" and (selection or config.selection) == "causal":
         raise ValueError(
-            "selection = 'causal' with a model whose budget_mode is 'fixed': a fixed budget looks at the whole block; "
-            "use budget_mode='proportional'"
+            "a fixed budget looks at the whole block, so it goes with block selection only: "
+            "use budget_mode='proportional' with selection='causal'"
         )
     exact = None if budget is None else Budget.of(budget)
     if exact is not None:
@@ -101,7 +111,7 @@ def _rule(config: ModelConfig, budget: BudgetLike | Budget | None, selection: st
                 f"budget has {exact.rows} numbers for a batch of {batch} rows: give one, or one for each row"
             )
         exact.check_range(config.block_size)
-    return Rule.of(config, budget=exact, selection=selection)  # type: ignore[arg-type]
+    return Rule.of(config, budget=exact, selection=selection, budget_mode=budget_mode)  # type: ignore[arg-type]
 
 
 def _row_lengths(lengths: Tensor | Sequence[int] | None, ids: Tensor, look_inside: bool) -> Int[Tensor, "B"]:

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from thoughtbubbles.model.budget import Budget
-from thoughtbubbles.model.config import ModelConfig, Selection
+from thoughtbubbles.model.config import BudgetMode, ModelConfig, Selection
 from thoughtbubbles.model.streams import slots, streams_up_to, take
 
 LEVELS = 4096  # log scores are ranked in steps of 1/4096; within a step the earlier candidate wins
@@ -36,12 +36,19 @@ class Rule(NamedTuple):
     fixed_tokens: int | None = None  # the block size, if the cap is that of a full block whatever the row's length
 
     @classmethod
-    def of(cls, config: ModelConfig, *, budget: Budget | None = None, selection: Selection | None = None) -> "Rule":
-        """The config's own, or with another budget or selection."""
+    def of(
+        cls,
+        config: ModelConfig,
+        *,
+        budget: Budget | None = None,
+        selection: Selection | None = None,
+        budget_mode: BudgetMode | None = None,
+    ) -> "Rule":
+        """The config's own, or with another budget, selection or budget mode."""
         return cls(
             config.selection if selection is None else selection,
             Budget.of(config.budget) if budget is None else budget,
-            config.block_size if config.budget_mode == "fixed" else None,
+            config.block_size if (budget_mode or config.budget_mode) == "fixed" else None,
         )
 
     def n_slots(self, n_streams: int, n_tokens: int) -> int:
@@ -68,13 +75,43 @@ class Rule(NamedTuple):
         return select_block(key, cap) & (token < n_tokens)
 
 
-def candidate_keys(
+class NextToken(NamedTuple):
+    """The causal rule for one more token a row, from what a cache knows of the tokens before it.
+
+    Here the rule reads as it is written above, one token at a time. The token's own streams are a row of one token.
+    """
+
+    earlier: Int[Tensor, "B C"]  # levels of all candidates of the tokens before, dropped ones too
+    n_earlier: Int[Tensor, "B"]  # how many of these slots are in use
+    kept: Int[Tensor, "B"]  # A_{t−1}
+    cap: Int[Tensor, "B"]  # floor(r·(t+1))
+    width: int  # slots for the survivors
+
+    def n_slots(self, n_streams: int, n_tokens: int) -> int:
+        return min(2 * n_streams, self.width)
+
+    def survives(
+        self, key: Int[Tensor, "B c"], token: Int[Tensor, "B c"], lengths: Int[Tensor, "B"], n_tokens: int
+    ) -> Bool[Tensor, "B c"]:
+        in_use = torch.arange(self.earlier.shape[1], device=key.device) < self.n_earlier[:, None]
+        # At an equal level the earlier candidate is the larger one.
+        larger = (self.earlier.long()[:, None] * STRIDE >= key[..., None]) & in_use[:, None]
+        rank_in_bubble = (key[:, None] > key[..., None]).sum(-1)
+        passes = (larger.sum(-1) + rank_in_bubble < self.cap[:, None]) & (token < n_tokens)
+        quota = torch.minimum(self.kept + passes.sum(-1), self.cap) - self.kept  # A_t − A_{t−1}
+        return passes & (rank_in_bubble < quota[:, None])
+
+
+def candidate_levels(
     log_score: Float[Tensor, "B C"], token: Int[Tensor, "B C"], forced: Bool[Tensor, "B C"], n_tokens: int
 ) -> Int[Tensor, "B C"]:
     level = (log_score.detach() * LEVELS).round().long()
     level = torch.where(forced, ORIGINAL, level)
-    level = torch.where(token < n_tokens, level, UNUSED)
-    return level * STRIDE - slots(token)
+    return torch.where(token < n_tokens, level, UNUSED)
+
+
+def candidate_keys(level: Int[Tensor, "B C"]) -> Int[Tensor, "B C"]:
+    return level * STRIDE - slots(level)
 
 
 def select_block(key: Int[Tensor, "B C"], cap: Int[Tensor, "B 1"]) -> Bool[Tensor, "B C"]:

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from thoughtbubbles.model import head, inputs
-from thoughtbubbles.model.attention import PATHS, Attenuation, attenuation
+from thoughtbubbles.model.attention import PATHS, AttentionPath, Attenuation, attenuation
 from thoughtbubbles.model.block import Block
 from thoughtbubbles.model.budget import Budget, BudgetLike
 from thoughtbubbles.model.config import ModelConfig
@@ -97,6 +97,7 @@ class Thoughtbubbles(nn.Module):
         lengths: Int[Tensor, "B"] | Sequence[int] | None = None,
         budget: BudgetLike | Budget | None = None,
         selection: str | None = None,
+        budget_mode: str | None = None,
         want: Collection[str] = (),
         trace: bool | str = False,
     ) -> Output:
@@ -106,6 +107,7 @@ class Thoughtbubbles(nn.Module):
         lengths    real tokens of each row, if rows are padded on the right; each row then gives what it gives alone
         budget     streams per token in place of the config's: a number, or one for each row
         selection  "causal" or "block" in place of the config's
+        budget_mode  "proportional" or "fixed" in place of the config's; fixed goes with block selection only
         want       any of "log_probs", "logits", "token_nll"
         trace      True records every fork layer; "attention" also keeps the weights (slow: runs the reference path)
 
@@ -119,6 +121,7 @@ class Thoughtbubbles(nn.Module):
             lengths=lengths,
             budget=budget,
             selection=selection,
+            budget_mode=budget_mode,
             want=want,
             trace=trace,
             training=self.training,
@@ -127,7 +130,9 @@ class Thoughtbubbles(nn.Module):
 
     def run(self, given: inputs.Inputs, *, want: Collection[str] = (), trace: bool | str = False) -> Output:
         """`forward` behind the door: nothing is checked any more."""
-        streams, forks, attention = self.run_layers(given, keep_attention=trace == "attention")
+        keep_attention = trace == "attention"
+        path = PATHS["reference" if keep_attention else self.attention]
+        streams, forks, attention = self.run_layers(given, path, keep_attention=keep_attention)
         n_tokens, targets, table = given.ids.shape[1], given.targets, self.embedding.weight
         rows = head.rows_to_decode(
             streams, self.config.merge, self.final_norm, n_tokens=n_tokens, max_bubble=self.config.max_bubble
@@ -151,10 +156,9 @@ class Thoughtbubbles(nn.Module):
         )
 
     def run_layers(
-        self, given: inputs.Inputs, *, keep_attention: bool
+        self, given: inputs.Inputs, path: AttentionPath, *, keep_attention: bool = False
     ) -> tuple[Streams, tuple[ForkRecord, ...], tuple[Tensor, ...]]:
         n_tokens = given.ids.shape[1]
-        path = PATHS["reference" if keep_attention else self.attention]
         streams = self.embed(given)
         turn = self.rotation(streams, n_tokens)
         by = Attenuation()  # every score is 1 before the first fork layer

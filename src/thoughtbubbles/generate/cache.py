@@ -1,0 +1,201 @@
+"""The cache: what the tokens read so far leave behind for the next one, in storage of fixed size.
+
+With causal selection no decision is ever revised, so nothing here is ever recomputed: a token adds its streams and is
+done. The blocks between two fork layers work on the same streams and form a span; a row's streams lie in the order of
+the tokens, without gaps:
+
+    span 0   a b c d · · ·              blocks 0 … 2, one stream a token           a' is a fork of a,
+    span 1   a' a b c' c d · · ·        blocks 3 … 6, behind the first fork layer  · an unused slot
+    span 2   a' a b c″ c' c d · · ·     …
+
+A fork layer needs two things of the past to rank a new token: the levels of all earlier candidates, dropped ones too,
+and A_{t−1}, the streams kept so far. The second is the number of streams in the span. Behind the last slot of every row
+stands one more that nobody reads: what must not be kept is written there.
+"""
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from thoughtbubbles.model.budget import Budget
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.selection import Rule
+from thoughtbubbles.model.streams import wide_dtype
+
+
+class Span(NamedTuple):
+    """Blocks that work on the same streams: those from one fork layer up to the next."""
+
+    key: Float[Tensor, "L B N S H"]  # rotated
+    value: Float[Tensor, "L B N S H"]  # attenuated
+    log_score: Float[Tensor, "B S"]
+    token: Int[Tensor, "B S"]
+    used: Int[Tensor, "B"]  # streams so far; in a span behind a fork layer this is A_{t−1}
+    level: Int[Tensor, "B C"] | None  # of every candidate of the fork layer in front; None where there is none
+
+
+class Cache(NamedTuple):
+    """A value: steps return a new one. Its storage is shared, though, so going on from an old one needs a `clone`."""
+
+    spans: tuple[Span, ...]
+    n_tokens: Int[Tensor, "B"]  # tokens read so far
+    numerator: Int[Tensor, "B"]  # of each row's budget
+    denominator: Int[Tensor, "B"]
+    capacity: int  # tokens that a row can hold
+
+    @property
+    def rows(self) -> int:
+        return self.n_tokens.shape[0]
+
+    def reorder(self, rows: Int[Tensor, "n"]) -> "Cache":
+        """The given rows, in their order: to drop finished ones, repeat one for several samples, or follow beams."""
+        return self._map(lambda tensor, batch: tensor.index_select(batch, rows.to(tensor.device)))
+
+    def clone(self) -> "Cache":
+        return self._map(lambda tensor, _: tensor.clone())
+
+    def crop(self, n_tokens: "int | Int[Tensor, 'B']") -> "Cache":
+        """As it was when each row had at most so many tokens, at least one."""
+        keep = torch.minimum(self.n_tokens, torch.as_tensor(n_tokens, device=self.n_tokens.device))
+        if bool((keep < 1).any()):
+            raise ValueError(f"n_tokens = {n_tokens}: a row keeps at least its first token")
+        spans = []
+        for span in self.spans:
+            slot = torch.arange(span.token.shape[1], device=keep.device)
+            left = (span.token < keep[:, None]) & (slot < span.used[:, None])
+            spans.append(Span(span.key, span.value, span.log_score, span.token, left.sum(1), span.level))
+        return Cache(tuple(spans), keep, self.numerator, self.denominator, self.capacity)
+
+    def streams(self, n_tokens: int) -> Int[Tensor, "B T"]:
+        """How many streams each of the first tokens has in the last span; 0 past a row's end."""
+        last = self.spans[-1]
+        slot = torch.arange(last.token.shape[1], device=last.token.device)
+        token = torch.where(slot < last.used[:, None], last.token, n_tokens).clamp(max=n_tokens).long()
+        counts = token.new_zeros(self.rows, n_tokens + 1).scatter_add(1, token, torch.ones_like(token))
+        return counts[:, :n_tokens]
+
+    def next_cap(self) -> Int[Tensor, "B"]:
+        """floor(r·(t+1)) of the next token t."""
+        return (self.n_tokens + 1) * self.numerator // self.denominator
+
+    def memory(self) -> "CacheMemory":
+        """What the storage takes, counted on the tensors themselves; `cache_memory` predicts it."""
+        bytes_of = lambda *names: sum(  # noqa: E731
+            t.untyped_storage().nbytes() for span in self.spans for n in names if (t := getattr(span, n)) is not None
+        )
+        row = sum(t.untyped_storage().nbytes() for t in (self.n_tokens, self.numerator, self.denominator))
+        return CacheMemory(
+            keys=bytes_of("key"),
+            values=bytes_of("value"),
+            streams=bytes_of("log_score", "token"),
+            levels=bytes_of("level"),
+            counts=bytes_of("used") + row,
+        )
+
+    def _map(self, change: Callable[[Tensor, int], Tensor]) -> "Cache":
+        """`change(tensor, dimension of the rows)` of every tensor."""
+        spans = [
+            Span(
+                key=change(span.key, 1),
+                value=change(span.value, 1),
+                log_score=change(span.log_score, 0),
+                token=change(span.token, 0),
+                used=change(span.used, 0),
+                level=None if span.level is None else change(span.level, 0),
+            )
+            for span in self.spans
+        ]
+        return Cache(
+            tuple(spans),
+            n_tokens=change(self.n_tokens, 0),
+            numerator=change(self.numerator, 0),
+            denominator=change(self.denominator, 0),
+            capacity=self.capacity,
+        )
+
+
+class CacheMemory(NamedTuple):
+    """Bytes, by what they are for."""
+
+    keys: int
+    values: int
+    streams: int  # log score and token of each stream
+    levels: int  # candidates, for the rolling selection
+    counts: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    def report(self) -> str:
+        parts = ", ".join(f"{name} {size / 2**20:,.2f}" for name, size in self._asdict().items())
+        return f"{self.total / 2**20:,.2f} MiB: {parts}"
+
+
+class SpanShape(NamedTuple):
+    layers: int
+    slots: int  # streams that a row can have, without the slot that nobody reads
+    candidates: int  # of the fork layer in front; 0 where there is none
+
+
+def span_shapes(config: ModelConfig, *, capacity: int, budget: Budget) -> list[SpanShape]:
+    """Storage for any row of `capacity` tokens under the largest of the budgets."""
+    rule = Rule("causal", budget)
+    starts = sorted({0, *config.fork_layers})
+    slots, shapes = config.copies * capacity, []
+    for start, end in zip(starts, [*starts[1:], config.n_layer], strict=True):
+        candidates = 2 * slots if start in config.fork_layers else 0
+        if candidates:
+            slots = rule.n_slots(slots, capacity)
+        shapes.append(SpanShape(end - start, slots, candidates))
+    return shapes
+
+
+def new_cache(
+    config: ModelConfig, *, rows: int, capacity: int, budget: Budget, dtype: torch.dtype, device: torch.device | str
+) -> Cache:
+    """Room for `rows` rows of `capacity` tokens, nothing read yet."""
+    spans = []
+    for shape in span_shapes(config, capacity=capacity, budget=budget):
+        slots = shape.slots + 1
+        kept = (shape.layers, rows, config.n_head, slots, config.head_size)
+        spans.append(
+            Span(
+                key=torch.zeros(kept, dtype=dtype, device=device),
+                value=torch.zeros(kept, dtype=dtype, device=device),
+                log_score=torch.zeros(rows, slots, dtype=wide_dtype(dtype), device=device),
+                token=torch.zeros(rows, slots, dtype=torch.int32, device=device),
+                used=torch.zeros(rows, dtype=torch.int64, device=device),
+                level=torch.zeros(rows, shape.candidates + 1, dtype=torch.int32, device=device)
+                if shape.candidates
+                else None,
+            )
+        )
+    fractions = [Fraction(n, d) for n, d in zip(budget.numerator, budget.denominator, strict=True)]
+    fractions = fractions * rows if budget.rows == 1 else fractions
+    return Cache(
+        tuple(spans),
+        torch.zeros(rows, dtype=torch.int64, device=device),
+        torch.tensor([f.numerator for f in fractions], device=device),
+        torch.tensor([f.denominator for f in fractions], device=device),
+        capacity,
+    )
+
+
+def cache_memory(
+    config: ModelConfig, *, rows: int, capacity: int, budget: Budget, dtype: torch.dtype = torch.bfloat16
+) -> CacheMemory:
+    """The bytes of such a cache, without making it."""
+    shapes = span_shapes(config, capacity=capacity, budget=budget)
+    vectors = rows * config.width * dtype.itemsize * sum(s.layers * (s.slots + 1) for s in shapes)
+    return CacheMemory(
+        keys=vectors,
+        values=vectors,
+        streams=rows * (wide_dtype(dtype).itemsize + 4) * sum(s.slots + 1 for s in shapes),
+        levels=rows * 4 * sum(s.candidates + 1 for s in shapes if s.candidates),
+        counts=rows * 8 * (len(shapes) + 3),
+    )
