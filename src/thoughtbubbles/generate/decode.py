@@ -22,7 +22,7 @@ from thoughtbubbles.model.attention import PATHS, AttentionPath, Attenuation, at
 from thoughtbubbles.model.budget import Budget, BudgetLike
 from thoughtbubbles.model.rope import Rotation, rotation
 from thoughtbubbles.model.selection import NextToken
-from thoughtbubbles.model.streams import Streams, find_bubbles, originals, positions, take, wide, wide_dtype
+from thoughtbubbles.model.streams import Streams, find_bubbles, positions, take, wide, wide_dtype
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 
@@ -33,28 +33,21 @@ class Prediction(NamedTuple):
     streams: Int[Tensor, "B"]  # the size of the bubble that predicts
 
 
-def predict(model: Thoughtbubbles, bubble: Streams) -> Prediction:
-    """From the bubble of one token in each row, after the last block."""
-    rows = head.rows_to_decode(
-        bubble, model.config.merge, model.final_norm, n_tokens=1, max_bubble=model.config.max_bubble
-    )
-    return Prediction(head.logits(rows, model.embedding.weight)[:, 0], (bubble.token == 0).sum(1))
-
-
-def last_bubble(streams: Streams, lengths: Int[Tensor, "B"], *, n_tokens: int, max_bubble: int) -> Streams:
-    """The bubble of each row's last token, as streams of one token."""
-    end = originals(streams.token, n_tokens).gather(1, lengths[:, None] - 1)
-    start = find_bubbles(streams.token, n_tokens).start.gather(1, end)
-    slot = start + torch.arange(min(max_bubble, streams.token.shape[1]), device=end.device)
-    used, slot = slot <= end, slot.clamp(max=streams.token.shape[1] - 1)
-    return Streams(take(streams.x, slot), torch.where(used, take(streams.log_score, slot), 0), torch.where(used, 0, 1))
-
-
-def recompute(model: Thoughtbubbles, given: inputs.Inputs) -> Prediction:
-    """The next token from all of each row, whatever the selection: the exact way for a rule that revises decisions."""
-    streams, _, _ = model.run_layers(given, PATHS[model.attention])
-    n_tokens = given.ids.shape[1]
-    return predict(model, last_bubble(streams, given.lengths, n_tokens=n_tokens, max_bubble=model.config.max_bubble))
+@torch.no_grad()
+def recompute(
+    model: Thoughtbubbles,
+    ids: Int[Tensor, "B T"],
+    *,
+    lengths: Int[Tensor, "B"] | Sequence[int] | None = None,
+    budget: BudgetLike | Budget | None = None,
+    selection: str | None = None,
+    budget_mode: str | None = None,
+) -> Prediction:
+    """Reads all of every row anew: no cache, and exact for every rule, also for one that revises its decisions."""
+    options = {"lengths": lengths, "budget": budget, "selection": selection, "budget_mode": budget_mode}
+    out = model(ids, want=("next_logits",), **options)
+    last = torch.full((ids.shape[0],), ids.shape[1]) if lengths is None else torch.as_tensor(lengths)
+    return Prediction(out.next_logits, (out.streams.token == last.to(ids.device)[:, None] - 1).sum(1))
 
 
 def prefill(
@@ -126,8 +119,10 @@ def _fill(model: Thoughtbubbles, given: inputs.Inputs, cache: Cache) -> tuple[Pr
             span.level[:, : record.level.shape[1]] = record.level
         span.token[:, : token.shape[1]] = token
         spans.append(span._replace(used=(token < n_tokens).sum(1)))
-    bubble = last_bubble(streams, given.lengths, n_tokens=n_tokens, max_bubble=model.config.max_bubble)
-    return predict(model, bubble), cache._replace(spans=tuple(spans), n_tokens=given.lengths.clone())
+    prediction = Prediction(
+        model.next_logits(streams, given.lengths, n_tokens), (streams.token == given.lengths[:, None] - 1).sum(1)
+    )
+    return prediction, cache._replace(spans=tuple(spans), n_tokens=given.lengths.clone())
 
 
 def decode_step(
@@ -208,7 +203,8 @@ def advance(
         spans.append(Span(span.key, span.value, span.log_score, span.token, span.used + added, span.level))
         earlier = span.used
     after = Cache(tuple(spans), cache.n_tokens + active, cache.numerator, cache.denominator, cache.capacity)
-    return predict(model, streams), after
+    logits = head.logits(model.rows_to_decode(streams, 1), model.embedding.weight)[:, 0]
+    return Prediction(logits, (streams.token == 0).sum(1)), after
 
 
 def embed_next(model: Thoughtbubbles, ids: Int[Tensor, "B"]) -> Streams:

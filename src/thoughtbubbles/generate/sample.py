@@ -1,33 +1,156 @@
-"""Sampling by recomputation: every new token reads the whole prefix again. Simple, and right for every selection."""
+"""From logits to the next token: what may be drawn, and the draw.
+
+    logits → ids that the tokenizer lacks out → repetition penalty → temperature → top-k → top-p → min-p → draw
+
+The steps, their order and their meaning are those of Hugging Face's `generate`, so equal settings give equal
+distributions. Every row has its own settings and its own seed, and a draw is a function of (seed, number of the new
+token) alone: what else is in the batch, or on which device it runs, plays no part.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.model.streams import wide
 
 
-@torch.no_grad()
-def sample(
-    model: Thoughtbubbles,
-    ids: Int[Tensor, "B T"],
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a request draws its tokens."""
+
+    temperature: int | float = 1.0
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int | None = None
+    """Only the k likeliest tokens."""
+    top_p: int | float = 1.0
+    """Only the likeliest tokens that together have this probability."""
+    min_p: int | float = 0.0
+    """Only tokens with at least this share of the likeliest one's probability."""
+    repetition_penalty: int | float = 1.0
+    """Makes tokens of the prompt and of the text so far less likely, from 1 (not at all) up."""
+    seed: int = 0
+    """The same seed draws the same text, whatever else is in the batch."""
+
+    def __post_init__(self) -> None:
+        for name, right, remedy in (
+            ("temperature", 0 <= self.temperature < math.inf, "give 0 (greedy) or more"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "give 1 or more, or None for all tokens"),
+            ("top_p", 0 < self.top_p <= 1, "give a probability above 0 and up to 1 (all tokens)"),
+            ("min_p", 0 <= self.min_p <= 1, "give a share from 0 (all tokens) to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "give a number above 0; 1 is none"),
+        ):
+            if not right:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: {remedy}")
+
+
+class Rows(NamedTuple):
+    """The settings of a batch, one column of numbers each; None where no row needs the step."""
+
+    temperature: Float[Tensor, "B 1"]  # 1 for greedy rows
+    greedy: Bool[Tensor, "B"]
+    top_k: Int[Tensor, "B 1"] | None
+    top_p: Float[Tensor, "B 1"] | None
+    min_p: Float[Tensor, "B 1"] | None
+    penalty: Float[Tensor, "B 1"] | None
+    only_greedy: bool
+
+    @classmethod
+    def of(cls, settings: Sequence[Sampling], *, device: torch.device | str) -> "Rows":
+        def column(values: Sequence[int | float], needed: bool, dtype: torch.dtype = torch.float64) -> Tensor | None:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None] if needed else None
+
+        temperature = torch.tensor([s.temperature or 1.0 for s in settings], dtype=torch.float64, device=device)
+        greedy = [s.temperature == 0 for s in settings]
+        top_k = [s.top_k or 2**31 for s in settings]
+        return cls(
+            temperature=temperature[:, None],
+            greedy=torch.tensor(greedy, device=device),
+            top_k=column(top_k, any(s.top_k for s in settings), torch.int64),
+            top_p=column([s.top_p for s in settings], any(s.top_p < 1 for s in settings)),
+            min_p=column([s.min_p for s in settings], any(s.min_p > 0 for s in settings)),
+            penalty=column([s.repetition_penalty for s in settings], any(s.repetition_penalty != 1 for s in settings)),
+            only_greedy=all(greedy),
+        )
+
+
+class Picked(NamedTuple):
+    """One token a row, with the model's own log-probabilities: before penalty, temperature and cuts."""
+
+    id: Int[Tensor, "B"]
+    log_prob: Float[Tensor, "B"]
+    top_id: Int[Tensor, "B k"]
+    top_log_prob: Float[Tensor, "B k"]
+
+
+def pick(
+    logits: Float[Tensor, "B V"],
+    rows: Rows,
+    draw: Float[Tensor, "B"],
     *,
-    n_new: int,
-    vocab_size: int,
-    temperature: int | float = 1.0,
-    generator: torch.Generator | None = None,
-) -> Int[Tensor, "B _"]:
-    """`ids` with `n_new` more tokens a row. Temperature 0 takes the likeliest; ids from `vocab_size` on never occur.
+    n_ids: int,
+    seen: Bool[Tensor, "B V"] | None = None,
+    n_top: int = 0,
+) -> Picked:
+    """Draws the next token. `draw` is a number in [0, 1) for each row; ids from `n_ids` on never occur."""
+    log_probs = wide(logits).log_softmax(-1)
+    allowed = processed(wide(logits), rows, n_ids=n_ids, seen=seen)
+    likeliest = allowed.argmax(-1)
+    chosen = likeliest if rows.only_greedy else torch.where(rows.greedy, likeliest, _drawn(allowed, draw))
+    top = log_probs[:, :n_ids].topk(n_top, dim=-1)
+    return Picked(chosen, log_probs.gather(1, chosen[:, None])[:, 0], top.indices, top.values)
 
-    A prefix longer than the block size is cut on the left. The generator is on the CPU, so that every device and every
-    rank draws alike.
-    """
-    for _ in range(n_new):
-        prefix = ids[:, -model.config.block_size :]
-        log_probs = model(prefix, want=("log_probs",)).log_probs[:, -1, :vocab_size].double().cpu()
-        if temperature == 0:
-            chosen = log_probs.argmax(-1, keepdim=True)
-        else:
-            chosen = torch.multinomial((log_probs / temperature).softmax(-1), 1, generator=generator)
-        ids = torch.cat([ids, chosen.to(ids.device)], dim=1)
-    return ids
+
+def processed(
+    logits: Float[Tensor, "B V"], rows: Rows, *, n_ids: int, seen: Bool[Tensor, "B V"] | None = None
+) -> Float[Tensor, "B V"]:
+    """Logits of what may be drawn; −inf elsewhere. At least one token is left."""
+    logits = logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= n_ids, -math.inf)
+    if rows.penalty is not None:
+        assert seen is not None
+        penalty = rows.penalty.to(logits.dtype)
+        logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    if rows.only_greedy:
+        return logits
+    logits = logits / rows.temperature.to(logits.dtype)
+    if rows.top_k is not None or rows.top_p is not None:
+        logits = _cut(logits, rows, n_ids)
+    if rows.min_p is not None:
+        probability = logits.softmax(-1)
+        least = rows.min_p.to(logits.dtype) * probability.amax(-1, keepdim=True)
+        logits = logits.masked_fill(probability < least, -math.inf)
+    return logits
+
+
+def _cut(logits: Float[Tensor, "B V"], rows: Rows, n_ids: int) -> Float[Tensor, "B V"]:
+    """Top-k, and of what is left top-p: a token stays while those likelier than it have less than p together."""
+    ranked, order = logits.sort(dim=-1, descending=True)
+    if rows.top_k is not None:
+        least = ranked.gather(1, (rows.top_k - 1).clamp(max=n_ids - 1))
+        ranked = ranked.masked_fill(ranked < least, -math.inf)  # equals of the k-th stay
+    if rows.top_p is not None:
+        probability = ranked.double().softmax(-1)
+        likelier = probability.cumsum(-1) - probability
+        out = (likelier >= rows.top_p) & (rows.top_p < 1)
+        out[:, 0] = False
+        ranked = ranked.masked_fill(out, -math.inf)
+    return torch.empty_like(logits).scatter_(1, order, ranked)
+
+
+def _drawn(logits: Float[Tensor, "B V"], draw: Float[Tensor, "B"]) -> Int[Tensor, "B"]:
+    """The first token whose running probability exceeds the draw."""
+    running = logits.double().softmax(-1).cumsum(-1)
+    total = running[:, -1:]
+    aim = torch.minimum(draw[:, None].double() * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(running, aim, right=True)[:, 0]
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) that only seed and index decide, on every machine alike."""
+    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

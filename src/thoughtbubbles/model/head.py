@@ -48,6 +48,16 @@ def rows_to_decode(
     return Rows(norm(take(x, original)), alone, token, n_tokens, most_per_token=1, is_mixture=False)
 
 
+def last_bubbles(streams: Streams, lengths: Int[Tensor, "B"], *, n_tokens: int, max_bubble: int) -> Streams:
+    """The bubble of each row's last token, as a row of one token."""
+    end = originals(streams.token, n_tokens).gather(1, lengths[:, None] - 1)
+    start = find_bubbles(streams.token, n_tokens).start.gather(1, end)
+    slot = start + torch.arange(min(max_bubble, streams.token.shape[1]), device=end.device)
+    used, slot = slot <= end, slot.clamp(max=streams.token.shape[1] - 1)
+    log_score = torch.where(used, take(streams.log_score, slot), 0)
+    return Streams(take(streams.x, slot), log_score, torch.where(used, 0, 1))
+
+
 def _running_average(streams: Streams, *, n_tokens: int, max_bubble: int) -> Float[Tensor, "B S D"]:
     """Each stream's score-weighted average with those left of it in its bubble; the original has the bubble's own."""
     start, end = find_bubbles(streams.token, n_tokens)

@@ -12,7 +12,7 @@ from thoughtbubbles.model.config import BudgetMode, ModelConfig, Selection
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.selection import Rule
 
-WANTED = ("log_probs", "logits", "token_nll")
+WANTED = ("log_probs", "logits", "next_logits", "token_nll")
 
 
 class Inputs(NamedTuple):

@@ -33,6 +33,7 @@ class Output(NamedTuple):
     loss: Float[Tensor, ""] | None = None  # mean over all real targets of the batch
     log_probs: Float[Tensor, "B T V"] | None = None
     logits: Float[Tensor, "B T V"] | None = None  # for a mixture of streams: its log-probabilities
+    next_logits: Float[Tensor, "B V"] | None = None  # of each row's last token alone
     token_nll: Float[Tensor, "B T"] | None = None  # 0 where the target is ignored
     forks: tuple[ForkRecord, ...] | None = None  # trace=True: one for each fork layer
     attention: tuple[Float[Tensor, "B N S S"], ...] | None = None  # trace="attention": one for each block
@@ -107,8 +108,9 @@ class Thoughtbubbles(nn.Module):
         lengths    real tokens of each row, if rows are padded on the right; each row then gives what it gives alone
         budget     streams per token in place of the config's: a number, or one for each row
         selection  "causal" or "block" in place of the config's
-        budget_mode  "proportional" or "fixed" in place of the config's; fixed goes with block selection only
-        want       any of "log_probs", "logits", "token_nll"
+        budget_mode
+                   "proportional" or "fixed" in place of the config's; fixed goes with block selection only
+        want       any of "log_probs", "logits", "next_logits", "token_nll"
         trace      True records every fork layer; "attention" also keeps the weights (slow: runs the reference path)
 
         Values inside ids, targets and lengths are checked on the CPU, and on a GPU outside training; torch.compile
@@ -134,9 +136,7 @@ class Thoughtbubbles(nn.Module):
         path = PATHS["reference" if keep_attention else self.attention]
         streams, forks, attention = self.run_layers(given, path, keep_attention=keep_attention)
         n_tokens, targets, table = given.ids.shape[1], given.targets, self.embedding.weight
-        rows = head.rows_to_decode(
-            streams, self.config.merge, self.final_norm, n_tokens=n_tokens, max_bubble=self.config.max_bubble
-        )
+        rows = self.rows_to_decode(streams, n_tokens)
         logits = head.logits(rows, table) if "logits" in want or "log_probs" in want else None
         loss = nll = None
         if targets is not None and "token_nll" in want:
@@ -150,6 +150,7 @@ class Thoughtbubbles(nn.Module):
             # For a mixture the logits are normalised already, and normalising them again changes nothing.
             log_probs=logits.log_softmax(-1) if logits is not None and "log_probs" in want else None,
             logits=logits if "logits" in want else None,
+            next_logits=self.next_logits(streams, given.lengths, n_tokens) if "next_logits" in want else None,
             token_nll=nll,
             forks=forks if trace else None,
             attention=attention or None,
@@ -176,6 +177,14 @@ class Thoughtbubbles(nn.Module):
             if keep_attention:
                 attention.append(weights)
         return streams, tuple(forks), tuple(attention)
+
+    def rows_to_decode(self, streams: Streams, n_tokens: int) -> head.Rows:
+        merge, max_bubble = self.config.merge, self.config.max_bubble
+        return head.rows_to_decode(streams, merge, self.final_norm, n_tokens=n_tokens, max_bubble=max_bubble)
+
+    def next_logits(self, streams: Streams, lengths: Int[Tensor, "B"], n_tokens: int) -> Float[Tensor, "B V"]:
+        bubbles = head.last_bubbles(streams, lengths, n_tokens=n_tokens, max_bubble=self.config.max_bubble)
+        return head.logits(self.rows_to_decode(bubbles, 1), self.embedding.weight)[:, 0]
 
     def embed(self, given: inputs.Inputs) -> Streams:
         n_tokens, copies = given.ids.shape[1], self.config.copies

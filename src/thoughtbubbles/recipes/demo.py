@@ -24,18 +24,17 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from rich.text import Text
 
 from thoughtbubbles.checkpoint import load_folder_tokenizer, write_json
-from thoughtbubbles.data.tokenizer import Tokenizer
-from thoughtbubbles.generate.sample import sample
+from thoughtbubbles.generate.requests import Request, generate
+from thoughtbubbles.generate.sample import Sampling
+from thoughtbubbles.generate.show import bubble_sizes, coloured, legend
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import DataConfig, EvalConfig, LogConfig, OptimConfig, RunConfig, SaveConfig
 
 RECORD = Path(__file__).with_name("demo.json")
 NAMES = {"demo-bubbles": "bubbles, 2 streams a token", "demo-plain": "plain GPT"}
-COLOURS = ("white", "green", "yellow", "dark_orange", "red")  # of 1, 2, 3, 4, and more streams
 # With a score bias the first steps are those of a nearly plain model: steadier in so short a run (docs/log.md).
 BUBBLES = ModelConfig(n_layer=4, n_head=3, width=96, vocab_size=384, block_size=128, fork_layers=(1, 2), score_bias=3)
 
@@ -168,35 +167,15 @@ def draw(runs: list[Watched], path: Path) -> None:
     plt.close(figure)
 
 
-def coloured(model: Thoughtbubbles, tokenizer: Tokenizer, ids: list[int]) -> tuple[Text, str]:
-    """The text of `ids` in colours that tell the streams of each token; and these numbers, where colours are lost."""
-    out = model(torch.tensor([ids[: model.config.block_size]]), trace=True)
-    assert out.forks is not None
-    text, numbers = Text(), ""
-    for token, streams in zip(ids, out.forks[-1].bubble_size[0].tolist(), strict=False):
-        shown = tokenizer.token_bytes(token).decode(errors="replace") if token != tokenizer.end_of_text else "¶"
-        text.append(shown, style=COLOURS[min(streams, len(COLOURS)) - 1])
-        numbers += "\n" if shown == "\n" else str(min(streams, 9)) * len(shown)
-    return text, numbers
-
-
 def show_sample(run: Watched, console: Console) -> None:
     model, tokenizer = Thoughtbubbles.load(run.folder), load_folder_tokenizer(run.folder)
     assert tokenizer is not None
     prompt = tokenizer.encode("Return the ")
-    written = sample(
-        model,
-        torch.tensor([prompt]),
-        n_new=BUBBLES.block_size - len(prompt),
-        vocab_size=tokenizer.size,
-        temperature=0.7,
-        generator=torch.Generator().manual_seed(0),
-    )
-    text, numbers = coloured(model, tokenizer, written[0].tolist())
-    legend = Text("streams of each byte after the last fork layer: ")
-    for count, colour in enumerate(COLOURS[: model.config.max_bubble], start=1):
-        legend.append(f" {count} ", style=f"reverse {colour}")
-    console.print("\nA sample, with its bubbles:\n", text, "\n", legend)
+    request = Request(prompt=prompt, sampling=Sampling(temperature=0.7), end_ids=())
+    (written,) = generate(model, [request], tokenizer=tokenizer)
+    ids = [*prompt, *written.ids]
+    text, numbers = coloured(tokenizer, ids, bubble_sizes(model, ids))
+    console.print("\nA sample, with its bubbles:\n", text, "\n", legend(model))
     if not console.is_terminal:
         console.print(numbers)
 

@@ -21,7 +21,8 @@ import torch
 from thoughtbubbles import __version__
 from thoughtbubbles.data.loader import Batch
 from thoughtbubbles.evals.heldout import held_out_sums, to_device
-from thoughtbubbles.generate.sample import sample
+from thoughtbubbles.generate.requests import Request, generate
+from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.train.config import RunConfig
@@ -221,19 +222,19 @@ class Trainer:
         settings, tokenizer = self.config.eval, self.data.tokenizer
         if settings.sample_tokens == 0 or tokenizer.size > self.config.model.vocab_size:
             return
+        limit = self.config.model.block_size
         for index, prompt in enumerate(settings.prompts):
-            ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
-            # Every length is a new shape: not worth compiling for.
+            ids = (tokenizer.encode(prompt) or [tokenizer.end_of_text])[: limit - 1]
+            request = Request(
+                prompt=ids,
+                max_new=min(settings.sample_tokens, limit - len(ids)),
+                sampling=Sampling(temperature=settings.temperature, seed=_mix(self.config.seed, self.done, index)),
+                end_ids=(),
+            )
+            # Every length is a new shape: not worth compiling for. Recomputed, since a sharded model runs as a whole.
             with self.autocast(), torch.compiler.set_stance("force_eager"):
-                written = sample(
-                    self.model,
-                    torch.tensor([ids], device=self.world.device),
-                    n_new=settings.sample_tokens,
-                    vocab_size=tokenizer.size,
-                    temperature=settings.temperature,
-                    generator=torch.Generator().manual_seed(_mix(self.config.seed, self.done, index)),
-                )
-            text = tokenizer.decode(written[0].tolist())
+                (written,) = generate(self.model, [request], tokenizer=tokenizer, method="recomputed")
+            text = tokenizer.decode([*ids, *written.ids])
             self.log.write({"step": self.done, "held_out_sample": text, "prompt": prompt})
             self.log.say(f"  sample: {text!r}")
 
