@@ -25,7 +25,16 @@ def test_help_and_version():
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--help"], ["--version"], ["inspect", "--help"], ["prepare", "--help"], ["train", "--help"]]
+    "arguments",
+    [
+        [],
+        ["--help"],
+        ["--version"],
+        ["generate", "--help"],
+        ["inspect", "--help"],
+        ["prepare", "--help"],
+        ["train", "--help"],
+    ],
 )
 def test_help_imports_no_torch(arguments):
     code = f"""
@@ -58,7 +67,7 @@ def test_inspect():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fly"], "no verb 'fly'; choose from: demo, inspect"),
+        (["fly"], "no verb 'fly'; choose from: demo, eval, generate, inspect"),
         (["inspect", "huge"], "thoughtbubbles inspect: no model is named 'huge'"),
         (["inspect", "nano", "--budgets", "0.5"], "budget = 0.5 is below 1"),
         (["inspect", "nano", "--tokens", "99"], "--tokens 99: a row of nano has from 1 to 32 tokens"),

@@ -52,6 +52,8 @@ def runnable(command: str) -> list[str]:
         words += (
             ["--tokens", "4096", "--eval.tokens", "512", "--eval.sample-tokens", "2"] if is_small else ["--dry-run"]
         )
+    if "eval" in words and "--help" not in words:
+        words += ["--windows", "2", "--tokens", "32"]
     return words
 
 

@@ -3,7 +3,8 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import tyro
 
@@ -164,6 +165,101 @@ def demo(arguments: Sequence[str]) -> None:
     tyro.cli(run_demo, prog="thoughtbubbles demo", args=arguments)
 
 
+def evaluate(arguments: Sequence[str]) -> None:
+    from thoughtbubbles.evals.settings import Evaluation
+
+    settings = tyro.cli(Evaluation, prog="thoughtbubbles eval", args=arguments)
+    from thoughtbubbles.evals.run import run
+    from thoughtbubbles.train.parallel import find_device
+
+    run(settings, device=find_device(settings.device))
+
+
+def generate(
+    prompt: Annotated[str, tyro.conf.arg(metavar="PROMPT")] = "-",
+    /,
+    *,
+    checkpoint: Path,
+    max_new: int | None = None,
+    budget: Annotated[str | None, tyro.conf.arg(metavar="R")] = None,
+    budget_mode: Literal["proportional", "fixed"] | None = None,
+    method: Literal["cached", "recomputed"] | None = None,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto",
+    compile: bool = False,
+    show_bubbles: bool = False,
+    top: int = 0,
+    json: bool = False,
+) -> None:
+    """Continue a text with a trained model, and watch it being written.
+
+    Standard output has the prompt, the text that continues it, and a newline. How fast it was, how many streams a token
+    had and why the text ended is told on standard error.
+
+    Args:
+        prompt: The text to continue. Without it, or with -, it is read from standard input, and one newline at its end
+            is taken off. A prompt that begins with a dash goes there too.
+        checkpoint: The model: its folder, a checkpoint of a run, or a run (its newest checkpoint).
+        max_new: New tokens at most; by default until prompt and text fill the model's block.
+        budget: Streams per token in place of the model's own, such as 2, 1.5 or 4/3: from 1 (no forks) up to what the
+            fork layers allow.
+        budget_mode: What the budget is counted on, in place of the model's own. proportional: the tokens so far. fixed:
+            a full block (block selection and --method recomputed only).
+        method: How a new token sees those before it; by default whichever is exact for the model.
+            cached: what they left is kept. Fast; exact for causal selection, an approximation for block selection.
+            recomputed: all of them are read anew for every token. Slow; exact for both.
+        temperature: 0 always takes the likeliest token; 1 draws as the model predicts, more is wilder.
+        top_k: Draw from the k likeliest tokens only.
+        top_p: Draw from the likeliest tokens that together have this probability.
+        min_p: Draw from tokens with at least this share of the likeliest one's probability.
+        repetition_penalty: Makes tokens that have occurred less likely; 1 does not, 1.2 is much.
+        seed: The same seed draws the same text; another seed, another text.
+        stop: A text that ends the writing and is not shown; give the option again for another. For a new line, in bash:
+            --stop $'\\n'
+        device: auto: cuda where there is one, else cpu.
+        dtype: What the model computes in. auto: bfloat16 on cuda, else float32.
+        compile: On cuda: every step as one graph of compiled kernels. Starts half a minute later, then many times
+            faster: for long texts and many of them.
+        show_bubbles: Give each token the colour of its number of streams after the last fork layer, one token late;
+            where there are no colours (a pipe, NO_COLOR), digits follow below the text. With block selection, the
+            number that a token had when it was the newest, and that the prompt's tokens had before any new one.
+        top: Show a table of so many likeliest tokens for each new one, with log-probabilities.
+        json: Instead of text, one line of JSON at the end: prompt, text, ids, log_probs, streams (of the token that
+            predicted each new one), finish, settings, tokens_per_second and more; with --show-bubbles also bubbles, the
+            streams of each token itself, those of the prompt first.
+    """
+    from thoughtbubbles.generate.command import read_prompt, write
+    from thoughtbubbles.generate.requests import Request
+    from thoughtbubbles.generate.sample import Sampling
+
+    sampling = Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    write(
+        Request(prompt=read_prompt(prompt), max_new=max_new, budget=budget, sampling=sampling, stop=stop, top=top),
+        checkpoint=checkpoint,
+        method=method,
+        budget_mode=budget_mode,
+        compiled=compile,
+        device=device,
+        dtype=dtype,
+        show_bubbles=show_bubbles,
+        as_json=json,
+    )
+
+
 class Verb(NamedTuple):
     run: Callable[[Sequence[str]], None]
     summary: str
@@ -171,6 +267,11 @@ class Verb(NamedTuple):
 
 VERBS = {
     "demo": Verb(demo, "a model with bubbles and a plain one side by side, in minutes"),
+    "eval": Verb(evaluate, "perplexity in parallel and token by token"),
+    "generate": Verb(
+        lambda arguments: tyro.cli(generate, prog="thoughtbubbles generate", args=arguments),
+        "continue a text, and see how many streams each token takes",
+    ),
     "inspect": Verb(
         lambda arguments: tyro.cli(inspect, prog="thoughtbubbles inspect", args=arguments),
         "what a model costs: parameters, FLOPs, streams, memory",
@@ -208,3 +309,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"thoughtbubbles {name}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # nobody reads on, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import oracle
 from thoughtbubbles.model.budget import Budget
-from thoughtbubbles.model.selection import Rule, candidate_keys, candidate_levels, pack, ranks
+from thoughtbubbles.model.selection import UNUSED, NextToken, Rule, candidate_keys, candidate_levels, pack, ranks
 
 SCORES = st.one_of(
     st.floats(-6, 0, width=32),
@@ -202,3 +203,91 @@ def test_fixed_budget_ignores_the_length():
 def test_slots_are_known_without_looking(rule, slots):
     assert Rule(rule, Budget.of(1.11)).n_slots(50, 50) == slots
     assert Rule(rule, Budget.of(4)).n_slots(50, 50) == 100
+
+
+# ---- the causal rule, one token at a time ---------------------------------------------------------------------------
+
+
+def levels_of(case: Case) -> list[int]:
+    """Rounded log scores, originals above all: of every candidate, as a cache keeps them."""
+    return [1 if original else round(s * 4096) for s, original in zip(case.scores, case.original, strict=True)]
+
+
+def next_token(cases: list[Case], budgets: list[str], t: int, *, unread: int) -> torch.Tensor:
+    """Who survives of token t in each row, from what is known of the tokens before; rows that have no token t idle.
+
+    Behind what a cache has written stand `unread` slots of rubbish that would outrank everything.
+    """
+    earlier = [[lvl for lvl, o in zip(levels_of(c), c.owner, strict=True) if o < t] for c in cases]
+    own = [[lvl for lvl, o in zip(levels_of(c), c.owner, strict=True) if o == t] or [1] for c in cases]
+    width, room = max(map(len, own)), max(map(len, earlier)) + unread
+    level = torch.tensor([[*row, *[UNUSED] * (width - len(row))] for row in own])
+    known = torch.tensor([[*row, *[1] * (room - len(row))] for row in earlier], dtype=torch.int32)
+    rule = NextToken(
+        earlier=known.reshape(len(cases), room),
+        n_earlier=torch.tensor([len(row) for row in earlier]),
+        kept=torch.tensor([sum(c.owner[s] < t for s in c.survivors) for c in cases]),
+        cap=torch.tensor([(Fraction(budget) * (t + 1)).__floor__() for budget in budgets]),
+        width=width,
+    )
+    token = (level == UNUSED).long()
+    return rule.survives(candidate_keys(level), token, torch.ones(len(cases), dtype=torch.int64), 1)
+
+
+@given(st.lists(rows(), min_size=1, max_size=3), st.data())
+def test_one_token_at_a_time_decides_as_all_at_once(several, data):
+    chosen = data.draw(st.lists(budgets, min_size=len(several), max_size=len(several)))
+    unread = data.draw(st.integers(0, 3))
+    cases = [
+        Case((sizes, scores, 0, 0), budget, "causal")
+        for (sizes, scores, *_), budget in zip(several, chosen, strict=True)
+    ]
+    for t in range(max(case.tokens for case in cases)):
+        mask = next_token(cases, chosen, t, unread=unread)
+        for i, case in enumerate(cases):
+            if t < case.tokens:
+                first = 2 * sum(case.sizes[:t])
+                survivors = [first + c for c, yes in enumerate(mask[i].tolist()) if yes]
+                assert survivors == [s for s in case.survivors if case.owner[s] == t]
+
+
+@given(rows(), budgets)
+def test_one_token_at_a_time_decides_as_the_oracle(row, budget):
+    case = Case((*row[:2], 0, 0), budget, "causal")
+    settings = oracle.Settings(n_layer=1, n_head=1, width=2, vocab_size=2, block_size=99, budget=budget)
+    keys = oracle.make_keys(case.scores, case.original)
+    expected = oracle.select_causal(keys, case.owner, case.tokens, settings)
+    got = [yes for t in range(case.tokens) for yes in next_token([case], [budget], t, unread=1)[0].tolist()]
+    assert got == expected
+
+
+def test_a_tie_with_an_earlier_candidate_is_lost():
+    """Two tokens, all scores equal, r = 1.5: the cap of 3 is met by two originals and the fork that came first."""
+    for dropped, survives in ((-4096, [False, True]), (-4097, [True, True])):
+        rule = NextToken(
+            earlier=torch.tensor([[dropped, 1]], dtype=torch.int32),
+            n_earlier=torch.tensor([2]),
+            kept=torch.tensor([1]),
+            cap=torch.tensor([3]),
+            width=2,
+        )
+        key = candidate_keys(torch.tensor([[-4096, 1]]))
+        got = rule.survives(key, torch.tensor([[0, 0]]), torch.tensor([1]), 1)
+        assert got.tolist() == [survives], "the dropped candidate of the first token holds its rank"
+
+
+def test_the_running_cap_of_one_more_token():
+    """Everything passes, but only what the cap leaves may stay: the best, and the original first of all."""
+    key = candidate_keys(torch.tensor([[-5, -9, -1, 1]] * 4))
+    for kept, expected in ((0, [1, 1, 1, 1]), (5, [1, 0, 1, 1]), (6, [0, 0, 1, 1]), (7, [0, 0, 0, 1])):
+        rule = NextToken(
+            earlier=torch.full((4, 8), -10, dtype=torch.int32),
+            n_earlier=torch.tensor([8] * 4),
+            kept=torch.tensor([kept] * 4),
+            cap=torch.tensor([8] * 4),
+            width=4,
+        )
+        got = rule.survives(key, torch.zeros(4, 4, dtype=torch.int64), torch.ones(4, dtype=torch.int64), 1)
+        assert got.long().tolist() == [expected] * 4
+    assert rule.n_slots(1, 1) == 2
+    assert rule.n_slots(8, 1) == 4

@@ -14,7 +14,6 @@ stands one more that nobody reads: what must not be kept is written there.
 """
 
 from collections.abc import Callable
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -60,9 +59,13 @@ class Cache(NamedTuple):
 
     def crop(self, n_tokens: "int | Int[Tensor, 'B']") -> "Cache":
         """As it was when each row had at most so many tokens, at least one."""
-        keep = torch.minimum(self.n_tokens, torch.as_tensor(n_tokens, device=self.n_tokens.device))
-        if bool((keep < 1).any()):
-            raise ValueError(f"n_tokens = {n_tokens}: a row keeps at least its first token")
+        wanted = torch.as_tensor(n_tokens, device=self.n_tokens.device)
+        if wanted.is_floating_point() or wanted.shape not in ((), (self.rows,)) or bool((wanted < 1).any()):
+            raise ValueError(
+                f"n_tokens = {n_tokens}: a row keeps at least its first token; "
+                "give a whole number of 1 or more, or one for each row"
+            )
+        keep = torch.minimum(self.n_tokens, wanted)
         spans = []
         for span in self.spans:
             slot = torch.arange(span.token.shape[1], device=keep.device)
@@ -175,14 +178,16 @@ def new_cache(
                 else None,
             )
         )
-    fractions = [Fraction(n, d) for n, d in zip(budget.numerator, budget.denominator, strict=True)]
-    fractions = fractions * rows if budget.rows == 1 else fractions
-    return Cache(
-        tuple(spans),
-        torch.zeros(rows, dtype=torch.int64, device=device),
-        torch.tensor([f.numerator for f in fractions], device=device),
-        torch.tensor([f.denominator for f in fractions], device=device),
-        capacity,
+    n_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+    return Cache(tuple(spans), n_tokens, *budget_of_rows(budget, rows, device=device), capacity)
+
+
+def budget_of_rows(budget: Budget, rows: int, *, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Numerator and denominator of each row."""
+    repeats = rows if budget.rows == 1 else 1
+    return (
+        torch.tensor(budget.numerator * repeats, device=device),
+        torch.tensor(budget.denominator * repeats, device=device),
     )
 
 

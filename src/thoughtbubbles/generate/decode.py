@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from thoughtbubbles.generate.cache import Cache, Span, new_cache
+from thoughtbubbles.generate.cache import Cache, Span, budget_of_rows, new_cache
 from thoughtbubbles.model import head, inputs
 from thoughtbubbles.model.attention import PATHS, AttentionPath, Attenuation, attenuated, attenuation
 from thoughtbubbles.model.budget import Budget, BudgetLike
+from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.rope import Rotation, rotation
 from thoughtbubbles.model.selection import NextToken
 from thoughtbubbles.model.streams import Streams, find_bubbles, positions, take, wide, wide_dtype
@@ -57,12 +58,14 @@ def prefill(
     lengths: Int[Tensor, "B"] | Sequence[int] | None = None,
     budget: BudgetLike | Budget | None = None,
     capacity: int | None = None,
+    into: Cache | None = None,
 ) -> tuple[Prediction, Cache]:
     """Reads prompts in parallel, under the causal rule; what they predict, and the cache to go on from.
 
     lengths   real tokens of each row, if rows are padded on the right
     budget    streams per token in place of the config's: a number, or one for each row
     capacity  tokens that a row can ever hold, the model's block size by default
+    into      a cache whose storage is used again in place of new storage; what it held is gone
     """
     given = inputs.check(
         model.config,
@@ -76,22 +79,19 @@ def prefill(
         trace=False,
         training=False,
     )
-    capacity = model.config.block_size if capacity is None else capacity
+    capacity = into.capacity if into is not None else model.config.block_size if capacity is None else capacity
     if not ids.shape[1] <= capacity <= model.config.block_size:
         raise ValueError(
             f"capacity = {capacity}: give from {ids.shape[1]}, the tokens of the prompts, "
             f"to block_size = {model.config.block_size}"
         )
-    weight = model.embedding.weight
-    cache = new_cache(
-        model.config,
-        rows=ids.shape[0],
-        capacity=capacity,
-        budget=given.rule.budget,
-        dtype=torch.get_autocast_dtype(ids.device.type) if torch.is_autocast_enabled(ids.device.type) else weight.dtype,
-        device=weight.device,
-    )
-    return _fill(model, given, cache)
+    rows, weight, budgets = ids.shape[0], model.embedding.weight, given.rule.budget
+    if into is None:
+        kind = ids.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        into = new_cache(model.config, rows=rows, capacity=capacity, budget=budgets, dtype=dtype, device=weight.device)
+    numerator, denominator = budget_of_rows(budgets, rows, device=weight.device)
+    return _fill(model, given, into._replace(numerator=numerator, denominator=denominator))
 
 
 @torch.no_grad()
@@ -129,9 +129,11 @@ def decode_step(
     model: Thoughtbubbles, cache: Cache, ids: Int[Tensor, "B"], *, active: Bool[Tensor, "B"] | None = None
 ) -> tuple[Prediction, Cache]:
     """Reads one more token of each row; rows that are not `active` are left as they are, and predict nonsense."""
-    if ids.shape != (cache.rows,) or ids.is_floating_point():
+    if cache.rows == 0 or ids.shape != (cache.rows,) or ids.is_floating_point():
         raise ValueError(f"ids of shape {tuple(ids.shape)} and {ids.dtype}: give one id for each of {cache.rows} rows")
     active = torch.ones_like(ids, dtype=torch.bool) if active is None else active
+    if active.shape != ids.shape or active.dtype != torch.bool:
+        raise ValueError(f"active of shape {tuple(active.shape)} and {active.dtype}: give True or False for each row")
     wrong = active & ((ids < 0) | (ids >= model.config.vocab_size))
     if bool(wrong.any()):
         raise ValueError(
@@ -145,21 +147,115 @@ def decode_step(
     return advance(model, cache, torch.where(active, ids, 0), active)
 
 
-RunBlock = Callable[[nn.Module, Tensor, Rotation, Attenuation, Tensor, Tensor, Tensor, Tensor], Tensor]
+class View(NamedTuple):
+    """What the blocks of a span need to know of a step: the new streams, and the kept ones that they look at."""
+
+    turn: Rotation
+    by: Attenuation
+    place: Int[Tensor, "B W"]  # where each new stream is kept
+    used: Int[Tensor, "B"]  # how many are kept already; new stream i looks at the slots up to used + i
+    key_bias: Float[Tensor, "B S"] | None
 
 
-def run_block(
-    block: nn.Module,
-    x: Float[Tensor, "B W D"],
-    turn: Rotation,
-    by: Attenuation,
+def embed_next(model: Thoughtbubbles, ids: Int[Tensor, "B"]) -> Streams:
+    """One token a row: its original, or its copies."""
+    x = model.embedding(ids)[:, None].repeat(1, model.config.copies, 1)
+    token = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
+    return Streams(x, torch.zeros_like(token, dtype=wide_dtype(x.dtype)), token)
+
+
+def enter(
+    config: ModelConfig,
+    fork: nn.Module | None,
+    streams: Streams,
+    cache: Cache,
+    index: int,
+    active: Bool[Tensor, "B"],
+    width: int | None,
+) -> tuple[Streams, View, Int[Tensor, "B"]]:
+    """Into span `index`, through the fork layer in front of it, if there is one; how many streams it then has.
+
+    All that describes the new streams is kept here; their keys and values follow in each block.
+    """
+    span, n_tokens = cache.spans[index], cache.n_tokens
+    if fork is not None:
+        assert span.level is not None
+        n_earlier = 2 * (n_tokens if index == 0 else cache.spans[index - 1].used)
+        most = 2 * streams.token.shape[1]
+        rule = NextToken(span.level, n_earlier, span.used, cache.next_cap(), most if width is None else width)
+        added = 2 * (streams.token == 0).sum(1) * active
+        streams, record = fork(streams, n_earlier, n_tokens=1, rule=rule, layer=0)
+        _append(span.level, n_earlier, added, record.level)  # of the dropped ones too
+        streams = _trimmed(streams) if width is None else streams
+    added = (streams.token == 0).sum(1) * active
+    _append(span.log_score, span.used, added, streams.log_score)
+    _append(span.token, span.used, added, n_tokens[:, None].expand_as(streams.token))
+    own = torch.arange(streams.token.shape[1], device=active.device)
+    position = positions(streams.token, find_bubbles(streams.token, 1), streams.log_score.dtype) + n_tokens[:, None]
+    view = View(
+        turn=rotation(position, config.head_size),
+        by=Attenuation() if fork is None else attenuation(streams.log_score, config),  # before any fork scores are 1
+        place=torch.where(own < added[:, None], span.used[:, None] + own, span.token.shape[1] - 1),
+        used=span.used,
+        key_bias=None if fork is None else attenuation(span.log_score, config).key_bias,
+    )
+    return streams, view, span.used + added
+
+
+def _append(storage: Tensor, begin: Int[Tensor, "B"], n: Int[Tensor, "B"], values: Tensor) -> None:
+    """Writes the first n values of each row behind what it has."""
+    index = torch.arange(storage.shape[1], device=storage.device) - begin[:, None]
+    inside = (index >= 0) & (index < n[:, None])
+    new = values.to(storage.dtype).gather(1, index.clamp(0, values.shape[1] - 1))
+    storage.copy_(torch.where(inside, new, storage))
+
+
+def run_blocks(
+    blocks: Sequence[nn.Module], x: Float[Tensor, "B W D"], span: Span, view: View, seen: int
+) -> Float[Tensor, "B W D"]:
+    """The blocks of a span, over its first `seen` slots."""
+    slot, own = (torch.arange(n, device=x.device) for n in (seen, x.shape[1]))
+    visible = slot <= view.used[:, None, None, None] + own[:, None]
+    bias = torch.zeros_like(span.log_score) if view.key_bias is None else view.key_bias
+    mask = torch.where(visible, bias[:, None, None, :seen], -math.inf)
+    for block, key, value in zip(blocks, span.key, span.value, strict=True):
+        x, _ = block(x, view.turn, view.by, cached_attention(key, value, view.place, mask))
+    return x
+
+
+def cached_attention(
     key: Float[Tensor, "B N S H"],
     value: Float[Tensor, "B N S H"],
     place: Int[Tensor, "B W"],
-    bias: Float[Tensor, "B 1 W n"],
-) -> Float[Tensor, "B W D"]:
-    x, _ = block(x, turn, by, cached_attention(key, value, place, bias))
-    return x
+    mask: Float[Tensor, "B 1 W n"],
+) -> AttentionPath:
+    """Keeps the new streams' keys and values, then attends over the first n slots; `mask` is added to the logits."""
+
+    def path(q: Tensor, k: Tensor, v: Tensor, by: Attenuation) -> tuple[Tensor, Tensor | None]:
+        index = place[:, None, :, None].expand_as(k)
+        key.scatter_(2, index, k.to(key.dtype))
+        value.scatter_(2, index, attenuated(v, by).to(value.dtype))
+        with torch.autocast(q.device.type, enabled=False):
+            keys, values = (wide(kept[:, :, : mask.shape[-1]]) for kept in (key, value))
+            out = F.scaled_dot_product_attention(wide(q), keys, values, attn_mask=mask)
+            return out.to(v.dtype), None
+
+    return path
+
+
+def next_logits(model: Thoughtbubbles, streams: Streams) -> Float[Tensor, "B V"]:
+    return head.logits(model.rows_to_decode(streams, 1), model.embedding.weight)[:, 0]
+
+
+class Parts(NamedTuple):
+    """The parts of a step, so that faster ones can take their places."""
+
+    enter: Callable[..., tuple[Streams, View, Tensor]] = enter
+    blocks: Callable[[Sequence[nn.Module], Tensor, Span, View, int], Tensor] = run_blocks
+    logits: Callable[[Thoughtbubbles, Streams], Tensor] = next_logits
+
+
+PLAIN = Parts()
 
 
 @torch.no_grad()
@@ -170,94 +266,24 @@ def advance(
     active: Bool[Tensor, "B"],
     *,
     widths: Sequence[int] | None = None,
-    run_block: RunBlock = run_block,
+    parts: Parts = PLAIN,
 ) -> tuple[Prediction, Cache]:
     """`decode_step` behind the door. The widest bubble of the batch sets a step's width, in powers of two.
 
-    With `widths`, one for each span, no value is looked at: every shape is known beforehand, and all storage is read.
+    With `widths`, one for each span, no value is looked at: every shape is known beforehand.
     """
-    streams = embed_next(model, ids)
-    earlier = cache.n_tokens  # how many streams the tokens before have in front of the next fork layer
-    spans, starts = [], sorted({0, *model.config.fork_layers})
-    for index, (start, span) in enumerate(zip(starts, cache.spans, strict=True)):
-        by, width = Attenuation(), None if widths is None else widths[index]
-        if span.level is not None:
-            rule = NextToken(span.level, 2 * earlier, span.used, cache.next_cap(), width or 2 * streams.token.shape[1])
-            streams = fork_next(model.forks[str(start)], streams, rule, active, layer=start)
-            streams = _trimmed(streams) if widths is None else streams
-            by = attenuation(streams.log_score, model.config)
-        place = _places(span.used, streams.token == 0, active, nowhere=span.token.shape[1] - 1)
-        span.log_score.scatter_(1, place, streams.log_score)
-        span.token.scatter_(1, place, cache.n_tokens[:, None].expand_as(place).to(span.token.dtype))
-        seen = span.token.shape[1]
-        if widths is None:
-            seen = min(seen, int(span.used.max()) + place.shape[1])
-        bias = visible_bias(model, span, streams.token.shape[1], seen)
-        position = positions(streams.token, find_bubbles(streams.token, 1), streams.log_score.dtype)
-        turn = rotation(position + cache.n_tokens[:, None], model.config.head_size)
-        x = streams.x
-        for i in range(span.key.shape[0]):
-            x = run_block(model.blocks[start + i], x, turn, by, span.key[i], span.value[i], place, bias)
+    streams, spans = embed_next(model, ids), []
+    for index, (start, span) in enumerate(zip(sorted({0, *model.config.fork_layers}), cache.spans, strict=True)):
+        fork = None if span.level is None else model.forks[str(start)]
+        width = None if widths is None else widths[index]
+        streams, view, used = parts.enter(model.config, fork, streams, cache, index, active, width)
+        seen = span.token.shape[1] if widths else min(span.token.shape[1], int(used.max()))
+        blocks = list(model.blocks)[start : start + span.key.shape[0]]
+        x = parts.blocks(blocks, streams.x, span, view, seen)
         streams = Streams(x, streams.log_score, streams.token)
-        added = (streams.token == 0).sum(1) * active
-        spans.append(Span(span.key, span.value, span.log_score, span.token, span.used + added, span.level))
-        earlier = span.used
+        spans.append(Span(span.key, span.value, span.log_score, span.token, used, span.level))
     after = Cache(tuple(spans), cache.n_tokens + active, cache.numerator, cache.denominator, cache.capacity)
-    logits = head.logits(model.rows_to_decode(streams, 1), model.embedding.weight)[:, 0]
-    return Prediction(logits, (streams.token == 0).sum(1)), after
-
-
-def embed_next(model: Thoughtbubbles, ids: Int[Tensor, "B"]) -> Streams:
-    """One token a row: its original, or its copies."""
-    x = model.embedding(ids)[:, None].repeat(1, model.config.copies, 1)
-    token = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
-    return Streams(x, torch.zeros_like(token, dtype=wide_dtype(x.dtype)), token)
-
-
-def fork_next(fork: nn.Module, streams: Streams, rule: NextToken, active: Bool[Tensor, "B"], *, layer: int) -> Streams:
-    """The token's streams behind a fork layer. The levels of all its candidates are kept, of the dropped ones too."""
-    after, record = fork(streams, rule.n_earlier, n_tokens=1, rule=rule, layer=layer)
-    in_use = (streams.token == 0).repeat_interleave(2, dim=1)
-    place = _places(rule.n_earlier, in_use, active, nowhere=rule.earlier.shape[1] - 1)
-    rule.earlier.scatter_(1, place, record.level.to(rule.earlier.dtype))
-    return after
-
-
-def visible_bias(model: Thoughtbubbles, span: Span, width: int, seen: int) -> Float[Tensor, "B 1 W S"]:
-    """What each new stream adds to its attention logits: the key's log score; −inf for slots behind its own."""
-    slot, own = (torch.arange(n, device=span.used.device) for n in (seen, width))
-    visible = slot <= span.used[:, None, None, None] + own[:, None]
-    key_bias = attenuation(span.log_score[:, :seen], model.config).key_bias if span.level is not None else None
-    bias = torch.zeros_like(span.log_score[:, :seen]) if key_bias is None else key_bias
-    return torch.where(visible, bias[:, None, None], -math.inf)
-
-
-def cached_attention(
-    key: Float[Tensor, "B N S H"],
-    value: Float[Tensor, "B N S H"],
-    place: Int[Tensor, "B W"],
-    bias: Float[Tensor, "B 1 W n"],
-) -> AttentionPath:
-    """Keeps the new streams' keys and values, then attends over all that are kept."""
-
-    def path(q: Tensor, k: Tensor, v: Tensor, by: Attenuation) -> tuple[Tensor, Tensor | None]:
-        index = place[:, None, :, None].expand_as(k)
-        key.scatter_(2, index, k)
-        value.scatter_(2, index, attenuated(v, by))
-        with torch.autocast(q.device.type, enabled=False):
-            keys, values = (wide(kept[:, :, : bias.shape[-1]]) for kept in (key, value))
-            out = F.scaled_dot_product_attention(wide(q), keys, values, attn_mask=bias)
-            return out.to(v.dtype), None
-
-    return path
-
-
-def _places(
-    begin: Int[Tensor, "B"], in_use: Bool[Tensor, "B n"], active: Bool[Tensor, "B"], *, nowhere: int
-) -> Int[Tensor, "B n"]:
-    """Consecutive slots from `begin` on; the slot that nobody reads for what must not be kept."""
-    slot = begin[:, None] + torch.arange(in_use.shape[1], device=begin.device)
-    return torch.where(in_use & active[:, None], slot, nowhere)
+    return Prediction(parts.logits(model, streams), (streams.token == 0).sum(1)), after
 
 
 def _trimmed(streams: Streams) -> Streams:

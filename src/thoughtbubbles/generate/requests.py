@@ -6,20 +6,22 @@ A row's text depends on its own request alone. How tokens are read is a `Decoder
 for causal selection), or by recomputing all of every row (exact for any rule, and slow).
 """
 
+import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from thoughtbubbles.data.tokenizer import Tokenizer
-from thoughtbubbles.generate.cache import Cache
-from thoughtbubbles.generate.decode import Prediction, decode_step, prefill, recompute
+from thoughtbubbles.generate.decode import Prediction
+from thoughtbubbles.generate.decoders import Cached, Decoder, Graphed, Recomputed
 from thoughtbubbles.generate.sample import Picked, Rows, Sampling, pick, uniform
 from thoughtbubbles.generate.text import TextStream
 from thoughtbubbles.model.budget import Budget, Number
-from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.config import BudgetMode, ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 Finish = Literal["stop", "end", "length", "error"]
@@ -68,6 +70,15 @@ class Completion:
     finish: Finish | None = None
     error: str | None = None  # what was wrong with the request, if anything
 
+    def add(self, token: Token, *, with_text: bool) -> None:
+        self.ids.append(token.id)
+        self.log_probs.append(token.log_prob)
+        self.top.append(token.top)
+        self.streams.append(token.streams)
+        self.finish = token.finish
+        if with_text:
+            self.text = (self.text or "") + token.text
+
 
 def generate(
     model: Thoughtbubbles,
@@ -75,9 +86,10 @@ def generate(
     *,
     tokenizer: Tokenizer | None = None,
     method: Method | None = None,
-    budget_mode: str | None = None,
+    budget_mode: BudgetMode | None = None,
     batch_size: int = 32,
     on_error: Literal["raise", "return"] = "raise",
+    compiled: bool = False,
 ) -> list[Completion]:
     """One completion for each request.
 
@@ -87,27 +99,23 @@ def generate(
     batch_size   requests at a time; those of like lengths go together
     on_error     what a bad request does. "raise": a ValueError before any work. "return": its completion has the
                  `error`, and all others are as they would be without it
+    compiled     on a GPU: many times faster, after half a minute of compiling
     """
+    if batch_size < 1 or on_error not in ("raise", "return"):
+        raise ValueError(f"batch_size = {batch_size}, on_error = {on_error!r}: give 1 or more; 'raise' or 'return'")
     problems = [problem(model.config, request, tokenizer) for request in requests]
     if on_error == "raise":
-        for number, wrong in enumerate(problems):
-            if wrong:
-                raise ValueError(f"request {number}: {wrong}" if len(requests) > 1 else wrong)
+        _refuse(problems)
     done = [Completion(finish="error" if wrong else None, error=wrong) for wrong in problems]
-    good = [number for number, wrong in enumerate(problems) if not wrong]
-    good.sort(key=lambda number: len(_ids(requests[number], tokenizer)))
+    good = [Row(i, requests[i], model.config, tokenizer) for i, wrong in enumerate(problems) if not wrong]
+    if not good:
+        return done
+    good.sort(key=lambda row: len(row.prompt))
+    decoder = _decoder(model, good, method, budget_mode, rows=min(batch_size, len(good)), compiled=compiled)
+    n_ids = _n_ids(model.config, tokenizer)
     for first in range(0, len(good), batch_size):
-        numbers = good[first : first + batch_size]
-        batch = [requests[number] for number in numbers]
-        for token in stream(model, batch, tokenizer=tokenizer, method=method, budget_mode=budget_mode):
-            completion = done[numbers[token.request]]
-            completion.ids.append(token.id)
-            completion.log_probs.append(token.log_prob)
-            completion.top.append(token.top)
-            completion.streams.append(token.streams)
-            completion.finish = token.finish
-            if tokenizer is not None:
-                completion.text = (completion.text or "") + token.text
+        for token in _run(decoder, good[first : first + batch_size], n_ids=n_ids):
+            done[token.request].add(token, with_text=tokenizer is not None)
     return done
 
 
@@ -117,15 +125,21 @@ def stream(
     *,
     tokenizer: Tokenizer | None = None,
     method: Method | None = None,
-    budget_mode: str | None = None,
+    budget_mode: BudgetMode | None = None,
+    compiled: bool = False,
 ) -> Iterator[Token]:
     """The tokens of all requests as they come, all requests in one batch; a bad one is a ValueError at once."""
-    for request in requests:
-        if wrong := problem(model.config, request, tokenizer):
-            raise ValueError(wrong)
+    _refuse([problem(model.config, request, tokenizer) for request in requests])
+    if not requests:
+        return iter(())
     rows = [Row(number, request, model.config, tokenizer) for number, request in enumerate(requests)]
-    decoder = _decoder(model, rows, method=method, budget_mode=budget_mode)
-    return _run(decoder, rows, n_ids=model.config.vocab_size if tokenizer is None else tokenizer.size)
+    decoder = _decoder(model, rows, method, budget_mode, rows=len(rows), compiled=compiled)
+    return _run(decoder, rows, n_ids=_n_ids(model.config, tokenizer))
+
+
+def exact_method(config: ModelConfig) -> Method:
+    """Block selection revises its decisions, which no cache can follow."""
+    return "recomputed" if config.fork_layers and config.selection == "block" else "cached"
 
 
 def problem(config: ModelConfig, request: Request, tokenizer: Tokenizer | None) -> str | None:
@@ -137,21 +151,27 @@ def problem(config: ModelConfig, request: Request, tokenizer: Tokenizer | None) 
             f"the tokenizer {tokenizer.name!r} has {tokenizer.size} ids, the model {config.vocab_size}: "
             "use the one it was trained with"
         )
-    ids, limit = _ids(request, tokenizer), config.block_size
+    if isinstance(request.stop, str) or not all(request.stop):
+        return f"stop = {request.stop!r}: give a tuple of texts, none of them empty"
+    n_ids, limit = _n_ids(config, tokenizer), config.block_size
+    if not isinstance(request.top, int) or not 0 <= request.top <= n_ids:
+        return f"top = {request.top!r}: give a whole number from 0 to {n_ids}"
+    if request.max_new is not None and (not isinstance(request.max_new, int) or request.max_new < 1):
+        return f"max_new = {request.max_new!r}: ask for 1 new token or more, or None for as many as fit"
+    try:
+        ids = _ids(request, tokenizer)
+    except TypeError:
+        return "the prompt is neither text nor whole numbers: give a string, or a list of ids"
     if not ids:
         return "the prompt is empty: give at least one token, for example the tokenizer's end of text"
     if wrong := [i for i in ids if not 0 <= i < config.vocab_size]:
         return f"the prompt has the id {wrong[0]}: the vocabulary has ids from 0 to {config.vocab_size - 1}"
-    if request.max_new is not None and request.max_new < 1:
-        return f"max_new = {request.max_new}: ask for 1 new token or more"
     if len(ids) + (request.max_new or 1) > limit:
         return (
             f"{len(ids)} tokens of prompt and {request.max_new or 1} new ones are more than block_size = {limit}, and "
             "a row does not slide past it: "
             + (f"ask for at most {limit - len(ids)}" if len(ids) < limit else f"shorten the prompt to {limit - 1}")
         )
-    if not 0 <= request.top <= config.vocab_size:
-        return f"top = {request.top}: give from 0 to {config.vocab_size}"
     return None if request.budget is None else _budget_problem(config, request.budget)
 
 
@@ -161,6 +181,8 @@ def _budget_problem(config: ModelConfig, budget: Number) -> str | None:
         exact.check_range(config.block_size)
     except ValueError as error:
         return str(error)
+    if exact.rows != 1 or isinstance(budget, (list, tuple)):
+        return f"budget = {budget!r}: a request has one number"
     if not config.fork_layers:
         return f"budget = {budget}: this model has no fork layers, so every token has one stream; leave budget out"
     if exact.numerator[0] > config.max_bubble * exact.denominator[0]:
@@ -169,11 +191,22 @@ def _budget_problem(config: ModelConfig, budget: Number) -> str | None:
     return None
 
 
+def _refuse(problems: Sequence[str | None]) -> None:
+    for number, wrong in enumerate(problems):
+        if wrong:
+            raise ValueError(f"request {number}: {wrong}" if len(problems) > 1 else wrong)
+
+
+def _n_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> int:
+    """Ids that may be generated: those that mean something."""
+    return config.vocab_size if tokenizer is None else tokenizer.size
+
+
 def _ids(request: Request, tokenizer: Tokenizer | None) -> list[int]:
     if isinstance(request.prompt, str):
         assert tokenizer is not None
         return tokenizer.encode(request.prompt)
-    return [int(i) for i in request.prompt]
+    return [operator.index(i) for i in request.prompt]
 
 
 class Row:
@@ -205,107 +238,63 @@ class Row:
         return Token(self.number, token, log_prob, top, streams, text, finish)
 
 
-class Decoder(Protocol):
-    """Reads tokens and predicts the next ones."""
-
-    def start(self) -> Prediction:
-        """Reads the prompts."""
-
-    def step(self, ids: Tensor) -> Prediction:
-        """Reads one more token of each row."""
-
-    def keep(self, rows: Tensor) -> None:
-        """Goes on with these rows only."""
-
-
-class Cached:
-    def __init__(self, model: Thoughtbubbles, rows: Sequence[Row]):
-        self.model, self.rows = model, rows
-        self.cache: Cache | None = None
-
-    def start(self) -> Prediction:
-        ids, lengths = padded([row.prompt for row in self.rows], device=self.model.embedding.weight.device)
-        capacity = max(len(row.prompt) + row.max_new for row in self.rows)
-        budget = [row.budget for row in self.rows]
-        prediction, self.cache = prefill(self.model, ids, lengths=lengths, budget=budget, capacity=capacity)
-        return prediction
-
-    def step(self, ids: Tensor) -> Prediction:
-        assert self.cache is not None
-        prediction, self.cache = decode_step(self.model, self.cache, ids)
-        return prediction
-
-    def keep(self, rows: Tensor) -> None:
-        assert self.cache is not None
-        self.cache = self.cache.reorder(rows)
-
-
-class Recomputed:
-    def __init__(self, model: Thoughtbubbles, rows: Sequence[Row], *, budget_mode: str | None):
-        self.model, self.budget_mode = model, budget_mode
-        self.ids, self.lengths = padded([row.prompt for row in rows], device=model.embedding.weight.device)
-        self.budgets = [row.budget for row in rows]
-
-    def start(self) -> Prediction:
-        return recompute(self.model, self.ids, lengths=self.lengths, budget=self.budgets, budget_mode=self.budget_mode)
-
-    def step(self, ids: Tensor) -> Prediction:
-        longest = int(self.lengths.max())
-        self.ids = torch.nn.functional.pad(self.ids, (0, longest + 1 - self.ids.shape[1]))
-        self.ids.scatter_(1, self.lengths[:, None], ids[:, None])
-        self.lengths = self.lengths + 1
-        return self.start()
-
-    def keep(self, rows: Tensor) -> None:
-        self.lengths = self.lengths[rows]
-        self.ids = self.ids[rows, : int(self.lengths.max())]
-        self.budgets = [self.budgets[row] for row in rows.tolist()]
-
-
-def padded(prompts: Sequence[Sequence[int]], *, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    lengths = [len(prompt) for prompt in prompts]
-    ids = [[*prompt, *(0 for _ in range(max(lengths) - len(prompt)))] for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(lengths, device=device)
-
-
-def _decoder(model: Thoughtbubbles, rows: Sequence[Row], *, method: Method | None, budget_mode: str | None) -> Decoder:
-    block = bool(model.config.fork_layers) and model.config.selection == "block"
-    fixed = (budget_mode or model.config.budget_mode) == "fixed"
-    if method not in (None, "cached", "recomputed"):
-        raise ValueError(f"method = {method!r}: choose 'cached' or 'recomputed'")
-    if (method or ("recomputed" if block else "cached")) == "recomputed":
-        return Recomputed(model, rows, budget_mode=budget_mode)
-    if fixed:
+def _decoder(
+    model: Thoughtbubbles,
+    all_rows: Sequence[Row],
+    method: Method | None,
+    budget_mode: BudgetMode | None,
+    *,
+    rows: int,
+    compiled: bool,
+) -> Decoder:
+    config = model.config
+    if method is not None and method not in get_args(Method):
+        raise ValueError(f"method = {method!r}: choose one of {get_args(Method)}")
+    if budget_mode is not None and budget_mode not in get_args(BudgetMode):
+        raise ValueError(f"budget_mode = {budget_mode!r}: choose one of {get_args(BudgetMode)}")
+    if (method or exact_method(config)) == "recomputed":
+        if compiled:
+            raise ValueError("compiled = True needs the cache: every prefix would be a new shape to compile for")
+        return Recomputed(model, budget_mode=budget_mode)
+    if config.fork_layers and (budget_mode or config.budget_mode) == "fixed":
         raise ValueError(
-            "a fixed budget looks at the whole block, so no cache can follow it: use method='recomputed' "
-            "(with block selection), or budget_mode='proportional'"
+            "a fixed budget looks at the whole block, so no cache can follow it: use the method 'recomputed' with "
+            "block selection, or the budget mode 'proportional'"
         )
-    return Cached(model, rows)
+    capacity = max(len(row.prompt) + row.max_new for row in all_rows)
+    if not compiled:
+        return Cached(model, capacity=capacity)
+    if model.embedding.weight.device.type != "cuda":
+        raise ValueError("compiled = True needs a CUDA GPU: leave it out on other devices")
+    return Graphed(model, rows=rows, capacity=capacity, budgets=[row.budget for row in all_rows])
 
 
 def _run(decoder: Decoder, rows: list[Row], *, n_ids: int) -> Iterator[Token]:
-    prediction = decoder.start()
+    prediction = decoder.start([row.prompt for row in rows], [row.budget for row in rows])
     device = prediction.logits.device
     settings, n_top = Rows.of([row.request.sampling for row in rows], device=device), max(r.request.top for r in rows)
     seen = _seen(rows, prediction) if settings.penalty is not None else None
     while True:
-        draw = torch.tensor([uniform(row.request.sampling.seed, row.n_new) for row in rows], dtype=torch.float64)
-        picked = pick(prediction.logits, settings, draw.to(device), n_ids=n_ids, seen=seen, n_top=n_top)
-        tokens = [row.take(*facts) for row, facts in zip(rows, _facts(rows, picked, prediction), strict=True)]
+        draw = [0.0 if settings.only_greedy else uniform(row.request.sampling.seed, row.n_new) for row in rows]
+        draws = torch.tensor(draw, dtype=torch.float64).to(device, non_blocking=True)
+        picked = pick(prediction.logits, settings, draws, n_ids=n_ids, seen=seen, n_top=n_top)
+        facts, ids = _packed(picked, prediction), picked.id
+        seen = None if seen is None else seen.scatter(1, ids[:, None], True)
+        # A GPU reads the new tokens while we look at them. Rows that turn out to be finished are dropped behind that.
+        following = decoder.step(ids) if decoder.ahead and any(r.n_new + 1 < r.max_new for r in rows) else None
+        tokens = [row.take(*of_row) for row, of_row in zip(rows, _unpacked(facts, rows), strict=True)]
         yield from tokens
         left = [i for i, token in enumerate(tokens) if token.finish is None]
         if not left:
             return
-        ids = picked.id
         if len(left) < len(rows):
             index, rows = torch.tensor(left, device=device), [rows[i] for i in left]
             decoder.keep(index)
             ids, seen = ids[index], None if seen is None else seen[index]
+            following = None if following is None else Prediction(*(part[index] for part in following))
             settings = Rows.of([row.request.sampling for row in rows], device=device)
             n_top = max(row.request.top for row in rows)
-        if seen is not None:
-            seen = seen.scatter(1, ids[:, None], True)
-        prediction = decoder.step(ids)
+        prediction = decoder.step(ids) if following is None else following
 
 
 def _seen(rows: Sequence[Row], prediction: Prediction) -> Tensor:
@@ -316,11 +305,16 @@ def _seen(rows: Sequence[Row], prediction: Prediction) -> Tensor:
     return seen
 
 
-def _facts(
-    rows: Sequence[Row], picked: Picked, prediction: Prediction
-) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...], int]]:
-    ids, log_probs, streams = picked.id.tolist(), picked.log_prob.tolist(), prediction.streams.tolist()
-    top_ids, top_log_probs = picked.top_id.tolist(), picked.top_log_prob.tolist()
-    for i, row in enumerate(rows):
-        top = tuple(zip(top_ids[i], top_log_probs[i], strict=True))[: row.request.top]
-        yield ids[i], log_probs[i], top, streams[i]
+def _packed(picked: Picked, prediction: Prediction) -> Tensor:
+    """All that the host wants to know as one tensor, so that it comes in one piece."""
+    columns = [picked.id[:, None], picked.log_prob[:, None], prediction.streams[:, None]]
+    return torch.cat([column.double() for column in (*columns, picked.top_id, picked.top_log_prob)], dim=1)
+
+
+def _unpacked(facts: Tensor, rows: Sequence[Row]) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...], int]]:
+    for (token, log_prob, streams, *top), row in zip(facts.tolist(), rows, strict=True):
+        if math.isnan(log_prob):
+            raise ValueError("the model's logits are not numbers (NaN): are its weights?")
+        n = len(top) // 2
+        likeliest = tuple((int(i), p) for i, p in zip(top[:n], top[n:], strict=True))
+        yield int(token), log_prob, likeliest[: row.request.top], int(streams)

@@ -39,11 +39,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, right, remedy in (
-            ("temperature", 0 <= self.temperature < math.inf, "give 0 (greedy) or more"),
+            (
+                "temperature",
+                self.temperature == 0 or 1e-3 <= self.temperature < math.inf,
+                "give 0 (greedy) or 0.001 and up",
+            ),
             ("top_k", self.top_k is None or self.top_k >= 1, "give 1 or more, or None for all tokens"),
             ("top_p", 0 < self.top_p <= 1, "give a probability above 0 and up to 1 (all tokens)"),
             ("min_p", 0 <= self.min_p <= 1, "give a share from 0 (all tokens) to 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "give a number above 0; 1 is none"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "give from 0.01 to 100; 1 is none"),
         ):
             if not right:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: {remedy}")
@@ -147,7 +151,7 @@ def _drawn(logits: Float[Tensor, "B V"], draw: Float[Tensor, "B"]) -> Int[Tensor
     running = logits.double().softmax(-1).cumsum(-1)
     total = running[:, -1:]
     aim = torch.minimum(draw[:, None].double() * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(running, aim, right=True)[:, 0]
+    return torch.searchsorted(running, aim, right=True)[:, 0].clamp(max=logits.shape[1] - 1)  # NaN has no place
 
 
 def uniform(seed: int, index: int) -> float:

@@ -1,14 +1,26 @@
 """Text with its bubbles: every token in a colour that tells how many streams it has."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
+from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
 from rich.text import Text
 
 from thoughtbubbles.data.tokenizer import Tokenizer
+from thoughtbubbles.generate.text import TextStream
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 COLOURS = ("white", "green", "yellow", "dark_orange", "red")  # of 1, 2, 3, 4, and more streams
+
+# A model may write anything; on a terminal, characters that would command it are only drawn.
+HARMLESS = {
+    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+    0x7F: 0x2421,
+}
 
 
 def colour(streams: int) -> str:
@@ -26,8 +38,13 @@ def coloured(tokenizer: Tokenizer, ids: Iterable[int], streams: Iterable[int]) -
     for token, count in zip(ids, streams, strict=True):
         word = shown(tokenizer, token)
         text.append(word, style=colour(count))
-        numbers += "\n" if word == "\n" else str(min(count, 9)) * len(word)
+        numbers += digits(word, count)
     return text, numbers
+
+
+def digits(text: str, streams: int) -> str:
+    """The number of streams below each character; a new line where the text has one."""
+    return "".join("\n" if character == "\n" else str(min(streams, 9)) for character in text)
 
 
 def legend(model: Thoughtbubbles) -> Text:
@@ -47,3 +64,54 @@ def bubble_sizes(model: Thoughtbubbles, ids: Sequence[int], **options: object) -
         return [model.config.copies] * len(ids)
     sizes: list[int] = out.forks[-1].bubble_size[0].tolist()
     return sizes
+
+
+class Bubbles:
+    """Text with the streams of its tokens: each token's own number is known only when it has predicted the next one."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.sizes: list[int] = []  # of the tokens, as far as known
+        self.digits = ""  # of what has been shown
+        self._n_tokens = 0
+        self._text = TextStream(tokenizer)
+        self._characters: deque[tuple[str, int]] = deque()  # that are not shown yet, and the token that completed each
+        self._released = 0  # how many of them are no part of a stop string
+
+    def add(self, token: int, *, is_text: bool = True, is_last: bool = False) -> None:
+        self._n_tokens += is_text
+        text = (self._text.feed(token) if is_text else "") + (self._text.finish() if is_last else "")
+        self._characters.extend((character, self._n_tokens - 1) for character in text)
+
+    def release(self, n_characters: int) -> None:
+        self._released += n_characters
+
+    def ready(self) -> list[tuple[str, int]]:
+        """What can be shown now, in pieces with their numbers of streams."""
+        pieces: list[tuple[str, int]] = []
+        last = -1
+        while self._released and self._characters and self._characters[0][1] < len(self.sizes):
+            character, number = self._characters.popleft()
+            self._released -= 1
+            self.digits += digits(character, self.sizes[number])
+            before = pieces.pop()[0] if number == last else ""
+            pieces.append((before + character, self.sizes[number]))
+            last = number
+        return pieces
+
+
+class Screen:
+    """Standard output, in colours where it has them, every piece at once. Silent: text is not shown."""
+
+    def __init__(self, *, silent: bool) -> None:
+        self.console = Console(highlight=False)
+        self.silent = silent
+        self.has_colours = self.console.color_system is not None and not self.console.no_color
+
+    def show(self, text: str, style: str = "") -> None:
+        if not self.silent and text:
+            self.put(text, style)
+
+    def put(self, text: str, style: str = "") -> None:
+        if self.console.is_terminal:
+            text = text.translate(HARMLESS)
+        self.console.print(Segments([Segment(text, Style.parse(style))]), soft_wrap=True)

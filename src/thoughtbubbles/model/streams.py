@@ -52,6 +52,8 @@ def slots(token: Int[Tensor, "B S"]) -> Int[Tensor, "1 S"]:
 
 def bubble_sizes(token: Int[Tensor, "B S"], n_tokens: int) -> Int[Tensor, "B T"]:
     """Streams (or candidates) of each token; 0 past a padded row's end."""
+    if n_tokens == 1:  # a step of decoding: no scatter, which would be a kernel of its own
+        return (token == 0).sum(1, keepdim=True)
     none = token.new_zeros(token.shape[0], n_tokens + 1)
     return none.scatter_add(1, token, torch.ones_like(token))[:, :n_tokens]
 

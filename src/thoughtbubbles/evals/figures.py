@@ -1,0 +1,56 @@
+"""Figures of evaluations, each drawn from its results.json and from nothing else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+COLOURS = ("tab:red", "tab:orange", "tab:green")
+PARALLEL = "tab:blue"
+
+
+def draw_perplexity(results: Path) -> Path | None:
+    """Perplexities of the windows, each way over the parallel forward; None where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = json.loads(results.read_text())["tasks"]["perplexity"]
+    blockwise, *others = found["ways"].values()
+    bins = _bins([window["perplexity"] for way in found["ways"].values() for window in way["windows"]])
+    size = (4.2 * max(len(others), 1.4), 3.6)
+    figure, axes = plt.subplots(1, len(others), figsize=size, sharex=True, sharey=True, squeeze=False)
+    for panel, way, colour in zip(axes[0], others, COLOURS, strict=False):
+        _histogram(panel, way, bins, color=colour, histtype="stepfilled", alpha=0.5)
+        _histogram(panel, blockwise, bins, color=PARALLEL, histtype="step", linewidth=1.8)
+        panel.set_title(way["title"], fontsize=10)
+        panel.set_xlabel("perplexity of a window")
+        panel.legend(fontsize=8)
+        panel.grid(alpha=0.3)
+    axes[0][0].set_ylabel("windows")
+    axes[0][0].yaxis.get_major_locator().set_params(integer=True)
+    figure.tight_layout()
+    path = results.with_name("perplexity.png")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
+def _histogram(panel: Any, way: dict[str, Any], bins: np.ndarray, **style: Any) -> None:
+    """With the perplexity over all tokens as a dashed line."""
+    name = way["title"].split(",")[0].split(":")[0]
+    values = [window["perplexity"] for window in way["windows"]]
+    panel.hist(values, bins=bins, label=f"{name}: {way['perplexity']:.3f}", **style)
+    panel.axvline(way["perplexity"], color=style["color"], linestyle="--", linewidth=1.2)
+
+
+def _bins(values: list[float]) -> np.ndarray:
+    """The same for all ways: about as many as the square root of the windows asks for, from 5 to 40."""
+    low, high = min(values), max(values)
+    margin = 0.02 * (high - low) or 0.01 * high
+    count = int(np.clip(round(2 * np.sqrt(len(values))), 5, 40))
+    return np.linspace(low - margin, high + margin, count + 1)

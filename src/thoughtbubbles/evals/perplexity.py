@@ -1,0 +1,152 @@
+"""The task `perplexity`: the ways to score the same windows, side by side, as in the paper's table on autoregression.
+
+Which ways there are follows from the model:
+
+    block selection    blockwise · autoregressive with the proportional and with the fixed budget, by recomputation ·
+                       through the cache with the causal rule, an approximation whose difference is measured
+    causal selection   blockwise · autoregressive through the cache, which is exact; a fixed budget does not exist
+    plain, copy-N      blockwise · autoregressive through the cache
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from thoughtbubbles.evals.autoregressive import (
+    Difference,
+    Report,
+    Scores,
+    Windows,
+    blockwise,
+    by_recomputation,
+    compare,
+    through_cache,
+)
+from thoughtbubbles.generate.requests import exact_method
+from thoughtbubbles.model.budget import BudgetLike
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.transformer import Thoughtbubbles
+
+NO_FIXED = "does not exist: causal selection decides at each token and cannot know the block"
+
+
+class Way(NamedTuple):
+    title: str
+    score: Callable[..., Scores]
+
+
+def ways_of(config: ModelConfig, *, vocab_size: int) -> dict[str, Way]:
+    cached = partial(through_cache, vocab_size=vocab_size)
+    ways = {"blockwise": Way("blockwise", blockwise)}
+    if exact_method(config) == "cached":
+        budget = ", proportional budget" if config.fork_layers else ""
+        return {**ways, "autoregressive": Way(f"autoregressive{budget}", cached)}
+    recomputed = partial(by_recomputation, vocab_size=vocab_size)
+    return {
+        **ways,
+        "autoregressive": Way("autoregressive, proportional budget", recomputed),
+        "fixed": Way("autoregressive, fixed budget", partial(recomputed, budget_mode="fixed")),
+        "cached": Way("approximation: cache, causal rule", cached),
+    }
+
+
+def perplexity(
+    model: Thoughtbubbles,
+    windows: Windows,
+    *,
+    vocab_size: int,
+    budget: BudgetLike | None = None,
+    batch: int = 8,
+    report: Callable[[str], Report] = lambda title: lambda share: None,
+) -> dict[str, Scores]:
+    """By the names of the ways. `report` is told the title of a way and then the share of it that is done."""
+    return {
+        name: way.score(model, windows, budget=budget, batch=batch, report=report(way.title))
+        for name, way in ways_of(model.config, vocab_size=vocab_size).items()
+    }
+
+
+def differences(scores: dict[str, Scores]) -> dict[str, Difference]:
+    """Every way against the parallel forward, and the approximation against what it stands for."""
+    found = {
+        f"{name} - blockwise": compare(each, scores["blockwise"])
+        for name, each in scores.items()
+        if name != "blockwise"
+    }
+    if "cached" in scores:
+        found["cached - autoregressive"] = compare(scores["cached"], scores["autoregressive"])
+    return found
+
+
+def describe(config: ModelConfig, scores: dict[str, Scores], *, vocab_size: int) -> dict[str, Any]:
+    """All numbers, for JSON; table and figure are made from these."""
+    ways = ways_of(config, vocab_size=vocab_size)
+    return {
+        "ways": {name: {"title": ways[name].title, **_numbers(each)} for name, each in scores.items()},
+        "differences": {name: difference._asdict() for name, difference in differences(scores).items()},
+        "missing": {} if exact_method(config) == "recomputed" or not config.fork_layers else {"fixed": NO_FIXED},
+    }
+
+
+def _numbers(scores: Scores) -> dict[str, Any]:
+    error = scores.standard_error
+    sizes = scores.counted.sum(1).tolist()
+    return {
+        "nats": scores.mean,
+        "standard_error": error,
+        "perplexity": scores.perplexity,
+        "perplexity_standard_error": None if error is None else scores.perplexity * error,
+        "tokens": scores.n_tokens,
+        "seconds": scores.seconds,
+        "windows": [
+            {"tokens": tokens, "nats": nats, "perplexity": perplexity}
+            for tokens, nats, perplexity in zip(sizes, scores.window_means, scores.window_perplexities, strict=True)
+        ],
+    }
+
+
+def table_of(found: dict[str, Any], *, title: str) -> Table:
+    """From the numbers of `describe`."""
+    windows = [window["tokens"] for window in found["ways"]["blockwise"]["windows"]]
+    up_to = "up to " * (min(windows) < max(windows))
+    table = Table(title=f"{title}; {len(windows)} window{'s' * (len(windows) > 1)} of {up_to}{max(windows)} tokens")
+    table.add_column("")
+    for heading in ("nats a token", "perplexity", "against\nblockwise", "tokens", "seconds"):  # 80 columns are enough
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, way in found["ways"].items():
+        gap = found["differences"].get(f"{name} - blockwise")
+        form = ".3f" if way["perplexity"] < 1000 else ",.0f"
+        table.add_row(
+            way["title"],
+            f"{way['nats']:.4f}{_plus_minus(way['standard_error'], '.4f')}",
+            f"{way['perplexity']:{form}}{_plus_minus(way['perplexity_standard_error'], form)}",
+            "" if gap is None else f"{gap['mean']:+.4f}{_plus_minus(gap['standard_error'], '.4f')}",
+            f"{way['tokens']:,}",
+            f"{way['seconds']:.1f}",
+        )
+    if "fixed" in found["missing"]:
+        table.add_row("autoregressive, fixed budget", *["–"] * 5)
+    return table
+
+
+def remarks(found: dict[str, Any]) -> list[str]:
+    """What the table does not say, in words."""
+    gaps = found["differences"]
+    exact, lines = gaps["autoregressive - blockwise"], []
+    lines.append(f"Autoregressive against blockwise: no token differs by more than {exact['largest']:.2g} nats.")
+    if "cached - autoregressive" in gaps:
+        gap = gaps["cached - autoregressive"]
+        lines.append(
+            f"The cache with the causal rule against exact autoregression: {gap['mean']:+.4f}"
+            f"{_plus_minus(gap['standard_error'], '.4f', before=' ')} nats a token, "
+            f"at most {gap['largest']:.2g} at one token; {gap['same_greedy']:.1%} of the greedy predictions agree."
+        )
+    lines += [f"A {name} budget {why}." for name, why in found["missing"].items()]
+    lines.append("± is the standard error over windows; differences are paired, in nats a token.")
+    return lines
+
+
+def _plus_minus(error: float | None, form: str, *, before: str = "\n") -> str:
+    return "" if error is None else f"{before}± {error:{form}}"

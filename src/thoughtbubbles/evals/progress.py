@@ -1,0 +1,52 @@
+"""How far an evaluation is: a bar for each part where a person watches, and a plain line now and then otherwise."""
+
+import sys
+import time
+from types import TracebackType
+
+from rich import progress
+from rich.console import Console
+
+from thoughtbubbles.evals.autoregressive import Report
+
+LINE_SECONDS = 10.0
+
+
+class Progress:
+    def __init__(self) -> None:
+        self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._bars = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.TaskProgressColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+
+    def __enter__(self) -> "Progress":
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def begin(self, title: str) -> Report:
+        """Begins a part; what is returned is told the share of it that is done."""
+        task = self._bars.add_task(title, total=1.0)
+        begun = said = time.monotonic()
+
+        def report(share: float) -> None:
+            nonlocal said
+            self._bars.update(task, completed=share)
+            now = time.monotonic()
+            if not self._console.is_terminal and (share >= 1 or now - said >= LINE_SECONDS):
+                said = now
+                left = (now - begun) * (1 - share) / share
+                rest = f"about {left:.0f} s left" if share < 1 else f"done in {now - begun:.1f} s"
+                self._console.print(f"{title}: {share:.0%}, {rest}", markup=False)
+
+        return report

@@ -1,0 +1,131 @@
+"""Ways to read tokens: through the cache, by recomputation, or through the cache with steps as CUDA graphs."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thoughtbubbles.generate.cache import Cache, new_cache
+from thoughtbubbles.generate.decode import Prediction, decode_step, prefill, recompute
+from thoughtbubbles.generate.graph import GraphStep
+from thoughtbubbles.model.budget import Budget, Number
+from thoughtbubbles.model.config import BudgetMode
+from thoughtbubbles.model.transformer import Thoughtbubbles
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """Reads batch after batch of prompts, and each of them token by token."""
+
+    ahead: bool  # whether a step goes on by itself, so that launching it early pays
+
+    def start(self, prompts: Sequence[Sequence[int]], budgets: Sequence[Number]) -> Prediction:
+        """Reads the prompts."""
+
+    def step(self, ids: Tensor) -> Prediction:
+        """Reads one more token of each row."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Goes on with these rows only, in this order."""
+
+
+class Cached:
+    ahead = False
+
+    def __init__(self, model: Thoughtbubbles, *, capacity: int):
+        self.model, self.capacity = model, capacity
+        self.cache: Cache | None = None
+
+    def start(self, prompts: Sequence[Sequence[int]], budgets: Sequence[Number]) -> Prediction:
+        ids, lengths = padded(prompts, device=self.model.embedding.weight.device)
+        prediction, self.cache = prefill(self.model, ids, lengths=lengths, budget=list(budgets), capacity=self.capacity)
+        return prediction
+
+    def step(self, ids: Tensor) -> Prediction:
+        assert self.cache is not None
+        prediction, self.cache = decode_step(self.model, self.cache, ids)
+        return prediction
+
+    def keep(self, rows: Tensor) -> None:
+        assert self.cache is not None
+        self.cache = self.cache.reorder(rows)
+
+
+class Recomputed:
+    ahead = False
+
+    def __init__(self, model: Thoughtbubbles, *, budget_mode: BudgetMode | None):
+        self.model, self.budget_mode = model, budget_mode
+
+    def start(self, prompts: Sequence[Sequence[int]], budgets: Sequence[Number]) -> Prediction:
+        self.ids, self.lengths = padded(prompts, device=self.model.embedding.weight.device)
+        self.budgets = list(budgets)
+        return self._read()
+
+    def step(self, ids: Tensor) -> Prediction:
+        longest = int(self.lengths.max())
+        self.ids = F.pad(self.ids, (0, longest + 1 - self.ids.shape[1]))
+        self.ids.scatter_(1, self.lengths[:, None], ids[:, None])
+        self.lengths = self.lengths + 1
+        return self._read()
+
+    def keep(self, rows: Tensor) -> None:
+        self.lengths = self.lengths[rows]
+        self.ids = self.ids[rows, : int(self.lengths.max())]
+        self.budgets = [self.budgets[row] for row in rows.tolist()]
+
+    def _read(self) -> Prediction:
+        return recompute(self.model, self.ids, lengths=self.lengths, budget=self.budgets, budget_mode=self.budget_mode)
+
+
+class Graphed:
+    """`Cached` with steps replayed as one CUDA graph, over storage that serves every batch."""
+
+    ahead = True
+
+    def __init__(self, model: Thoughtbubbles, *, rows: int, capacity: int, budgets: Sequence[Number]):
+        self.model = model
+        exact = [Budget.of(budget) for budget in budgets]
+        largest = Budget.of(max(Fraction(b.numerator[0], b.denominator[0]) for b in exact))
+        self.cache = new_cache(
+            model.config,
+            rows=rows,
+            capacity=capacity,
+            budget=largest,
+            dtype=model.embedding.weight.dtype,
+            device=model.embedding.weight.device,
+        )
+        most = largest.largest_floor(capacity)
+        self._step = GraphStep(model, self.cache, most=1 if largest == Budget.of(1) else most)
+
+    def start(self, prompts: Sequence[Sequence[int]], budgets: Sequence[Number]) -> Prediction:
+        n, rows = len(prompts), self.cache.rows
+        idle = rows - n  # rows that this batch does not need read one token
+        ids, lengths = padded([*prompts, *([[0]] * idle)], device=self.cache.n_tokens.device)
+        budget = Budget.of([*budgets, *([1] * idle)])
+        prediction, filled = prefill(self.model, ids, lengths=lengths, budget=budget, into=self.cache)
+        for span, new in zip(self.cache.spans, filled.spans, strict=True):
+            span.used.copy_(new.used)
+        for old, now in zip(self.cache[1:4], filled[1:4], strict=True):
+            old.copy_(now)
+        self._rows = torch.arange(rows, device=ids.device)
+        self.keep(self._rows[:n])
+        return Prediction(*(part[:n] for part in prediction))
+
+    def step(self, ids: Tensor) -> Prediction:
+        self._step.ids[self._rows] = ids
+        return Prediction(*(part[self._rows] for part in self._step()))
+
+    def keep(self, rows: Tensor) -> None:
+        self._rows = self._rows[rows]
+        self._step.active.zero_()
+        self._step.active[self._rows] = True
+
+
+def padded(prompts: Sequence[Sequence[int]], *, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    lengths = [len(prompt) for prompt in prompts]
+    ids = [[*prompt, *(0 for _ in range(max(lengths) - len(prompt)))] for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(lengths, device=device)

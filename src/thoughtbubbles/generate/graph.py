@@ -1,0 +1,100 @@
+"""A step as one CUDA graph: every shape fixed, the small parts compiled, the blocks on kernels made for few rows.
+
+On a GPU a step is hundreds of small kernels, and launching them one by one takes longer than running them. A graph
+replays them all at once. It needs fixed addresses and shapes: the cache is allocated once at full capacity, and every
+bubble has the largest width that the budgets and the fork layers allow (1, 2, 4, 8 with three). That costs little: a
+step's time is that of reading the weights, once for all streams.
+"""
+
+from collections.abc import Sequence
+from functools import cache as once
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thoughtbubbles.generate.cache import Cache, Span
+from thoughtbubbles.generate.decode import Parts, Prediction, View, advance, enter, next_logits, run_blocks
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.transformer import Thoughtbubbles
+
+
+def fast_blocks(blocks: Sequence[Any], x: Tensor, span: Span, view: View, seen: int) -> Tensor:
+    """`run_blocks` on the kernels of `model/kernels/decode.py`, which read the used slots only."""
+    from thoughtbubbles.model.kernels.decode import add_norm, attend, linear, partial_linear
+
+    batch, width, channels = x.shape
+    x, parts, bias = x.reshape(batch * width, channels), None, blocks[0].mlp.down.bias
+    write = None if view.by.write is None else view.by.write.reshape(-1)
+    for block, key, value in zip(blocks, span.key, span.value, strict=True):
+        attention, mlp = block.attention, block.mlp
+        x, h = add_norm(x, parts, bias, write, block.attention_norm)
+        qkv = linear(h, attention.qkv.weight, attention.qkv.bias)
+        heads = attend(qkv, *view.turn, view.by.value, key, value, view.key_bias, view.place, view.used)
+        parts = partial_linear(heads, attention.out.weight)
+        x, h = add_norm(x, parts, attention.out.bias, write, block.mlp_norm)
+        hidden = linear(h, mlp.up.weight, mlp.up.bias, gelu=True)
+        parts, bias = partial_linear(hidden, mlp.down.weight), mlp.down.bias
+    x, _ = add_norm(x, parts, bias, write, blocks[-1].mlp_norm)
+    return x.view(batch, width, channels)
+
+
+def suits_kernels(model: Thoughtbubbles) -> bool:
+    """Half precision on an NVIDIA GPU, and a shape that divides into the kernels' tiles, as all the paper's do."""
+    weight, config = model.embedding.weight, model.config
+    return (
+        weight.is_cuda
+        and torch.version.cuda is not None
+        and weight.dtype in (torch.bfloat16, torch.float16)
+        and config.width % 256 == 0
+        and config.head_size in (32, 64, 128)
+    )
+
+
+@once
+def fast_parts(*, kernels: bool) -> Parts:
+    compiled: list[Any] = [torch.compile(part, dynamic=False) for part in (enter, next_logits)]
+    return Parts(enter=compiled[0], blocks=fast_blocks if kernels else run_blocks, logits=compiled[1])
+
+
+class GraphStep:
+    """Replays a step over a cache that it owns: fill `ids` and `active`, call, and read what comes back.
+
+    The returned tensors are the graph's own, and the next call overwrites them.
+    """
+
+    def __init__(self, model: Thoughtbubbles, cache: Cache, *, most: int):
+        """`most`: streams that a bubble can have at the most under the budgets."""
+        self.model, self.cache = model, cache
+        self.widths = widths_within(model.config, most)
+        self.parts = fast_parts(kernels=suits_kernels(model))
+        self.ids = torch.zeros_like(cache.n_tokens)
+        self.active = torch.zeros_like(cache.n_tokens, dtype=torch.bool)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._step()  # compiles; with no active row it changes nothing
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._prediction = self._step()
+
+    def __call__(self) -> Prediction:
+        self._graph.replay()
+        return self._prediction
+
+    def _step(self) -> Prediction:
+        cache = self.cache
+        prediction, after = advance(self.model, cache, self.ids, self.active, widths=self.widths, parts=self.parts)
+        for span, new in zip(cache.spans, after.spans, strict=True):
+            torch.add(new.used, 0, out=span.used)  # a kernel: a copy would be a node of a slower kind
+        torch.add(after.n_tokens, 0, out=cache.n_tokens)
+        return prediction
+
+
+def widths_within(config: ModelConfig, most: int) -> tuple[int, ...]:
+    """The width of a step in each span, if no bubble has more than `most` streams: a power of two."""
+    bound = 1 << (max(most, 1) - 1).bit_length()
+    forks_passed = range(1 if config.fork_layers[:1] == (0,) else 0, len(config.fork_layers) + 1)
+    return tuple(min(config.copies * 2**n, max(bound, config.copies)) for n in forks_passed)

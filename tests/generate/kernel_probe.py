@@ -1,0 +1,54 @@
+"""Run in a process of its own with TRITON_INTERPRET=1: the kernels of a decoding step, on the CPU, against `Block`.
+
+Prints one JSON object: the largest difference of a step's logits, of what is kept, and whether the streams agree.
+"""
+
+import json
+import sys
+
+import torch
+
+from helpers import lively_model, random_ids, small_config
+from thoughtbubbles.generate.decode import PLAIN, Parts, advance, prefill
+from thoughtbubbles.generate.graph import fast_blocks, widths_within
+from thoughtbubbles.model.kernels import decode as kernels
+
+BUDGETS, LENGTHS = [2, 1.5, 4], [3, 7, 1]
+
+
+def differences(steps: int = 3, **changes) -> dict[str, float | bool]:
+    shape = {"width": 256, "n_head": 8, "n_layer": 2, "block_size": 12, "vocab_size": 40}
+    config = small_config(**{**shape, "fork_layers": (0, 1), "merge": "residual", **changes})
+    model = lively_model(config, dtype=torch.float32)
+    with torch.no_grad():  # wide sums of lively weights: nearer to what a trained model has
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2 and "score" not in name:
+                weight.mul_(0.2)
+    ids, widths = random_ids(config, 3, 12), widths_within(config, 8)
+    budget = BUDGETS if config.fork_layers else None
+    caches = [prefill(model, ids[:, :7], lengths=LENGTHS, budget=budget)[1] for _ in range(2)]
+    worst, same = 0.0, True
+    for step in range(steps):
+        active = torch.tensor([True, True, step != 1])
+        new = ids.gather(1, caches[0].n_tokens[:, None])[:, 0]
+        plain, caches[0] = advance(model, caches[0], new, active, widths=widths, parts=PLAIN)
+        fast, caches[1] = advance(model, caches[1], new, active, widths=widths, parts=Parts(blocks=fast_blocks))
+        worst = max(worst, float((plain.logits - fast.logits)[active].abs().max()))
+        same &= torch.equal(plain.streams[active], fast.streams[active])
+    kept = [
+        float((a - b)[:, :, :, :-1].abs().max())  # the last slot is nobody's
+        for one, other in zip(caches[0].spans, caches[1].spans, strict=True)
+        for a, b in ((one.key, other.key), (one.value, other.value))
+    ]
+    return {"logits": worst, "kept": max(kept), "same_streams": same}
+
+
+if __name__ == "__main__":
+    kernels.PROGRAMS, kernels.SLOTS = 48, 16  # several parts, and several turns in each, of a short row
+    cases = {
+        "short": {"n_layer": 1, "fork_layers": (0,), "steps": 2},
+        "bubbles": {},
+        "plain": {"fork_layers": (), "merge": "original"},
+        "no gates": {"gate_qk": False, "gate_v": False, "gate_residual": False},
+    }
+    json.dump(differences(**cases[sys.argv[1]]), sys.stdout)

@@ -1,0 +1,391 @@
+"""`thoughtbubbles generate`: the command writes what the library does, as it comes, and says what went wrong."""
+
+import codecs
+import io
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import lively_model, small_config
+from thoughtbubbles.checkpoint import load_model, save_model
+from thoughtbubbles.cli import main
+from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.generate.requests import Request, generate, stream
+from thoughtbubbles.generate.sample import Sampling
+from thoughtbubbles.generate.show import HARMLESS, Bubbles, bubble_sizes, colour
+from thoughtbubbles.model.transformer import Thoughtbubbles
+from train.runs import command, environment
+
+BYTES = tokenizer("bytes")
+PROMPT = "wörd\tby "
+N_PROMPT = 9  # its bytes
+EXACT = ("--dtype", "float64")
+GREEDY = ("--temperature", "0", "--repetition-penalty", "3")  # the penalty keeps it from writing one byte for ever
+FORMS = {"causal": {}, "block": {"selection": "block"}, "plain": {"fork_layers": ()}, "long": {"block_size": 512}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    """Saved models that write wild bytes, half characters among them, and practically never the end of text."""
+    found = {}
+    for name, changes in FORMS.items():
+        model = lively_model(small_config(**{"vocab_size": 300, "block_size": 64, **changes}))
+        with torch.no_grad():
+            model.embedding.weight *= 2.5
+            model.embedding.weight[BYTES.end_of_text] = 0
+        found[name] = str(save_model(tmp_path_factory.mktemp(name) / "model", model, tokenizer=BYTES))
+    return found
+
+
+def run(capsys, *arguments: str) -> tuple[str, str]:
+    main(["generate", *arguments])
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def run_json(capsys, *arguments: str) -> dict[str, Any]:
+    out, _ = run(capsys, *arguments, "--json")
+    assert out.endswith("}\n")
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def mistake(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as raised:
+        main(["generate", *arguments])
+    assert capsys.readouterr().out == ""
+    return str(raised.value.code)
+
+
+def pipe_in(monkeypatch, text: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+
+
+def model_of(folder: str, dtype: torch.dtype = torch.float64) -> Thoughtbubbles:
+    return load_model(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("form", ["causal", "block", "plain"])
+def test_the_text_is_the_library_s(folders, form, capsys):
+    request = Request(prompt=PROMPT, max_new=30, sampling=Sampling(temperature=0.8))
+    (expected,) = generate(model_of(folders[form], torch.float32), [request], tokenizer=BYTES)
+    out, err = run(capsys, PROMPT, "--checkpoint", folders[form], "--max-new", "30")
+    assert out == PROMPT + expected.text + "\n"
+    for words in ("30 new tokens at ", f"prompt of {N_PROMPT} read in ", "seed 0", "ended: --max-new 30 is reached"):
+        assert words in err
+    mean = sum(expected.streams) / 30
+    assert f"{mean:.2f} streams a token{'' if form == 'plain' else ' of a budget of 2'};" in err
+    assert ("; recomputed;" if form == "block" else "; cached;") in err
+
+
+def test_every_option_reaches_the_request(folders, capsys):
+    sampling = Sampling(temperature=1.5, top_k=40, top_p=0.95, min_p=0.001, repetition_penalty=1.3, seed=7)
+    request = Request(prompt=PROMPT, max_new=25, budget="4/3", sampling=sampling, stop=("zz", "qq"), top=2)
+    (expected,) = generate(model_of(folders["causal"]), [request], tokenizer=BYTES)
+    options = "--temperature 1.5 --top-k 40 --top-p 0.95 --min-p 0.001 --repetition-penalty 1.3 --seed 7 --max-new 25"
+    more = ["--budget", "4/3", "--stop", "zz", "--stop", "qq", "--top", "2", "--device", "cpu"]
+    found = run_json(capsys, PROMPT, "--checkpoint", folders["causal"], *options.split(), *more, *EXACT)
+    assert found["prompt"] == PROMPT
+    assert found["prompt_ids"] == BYTES.encode(PROMPT)
+    for name in ("text", "ids", "log_probs", "streams", "finish"):
+        assert found[name] == getattr(expected, name), name
+    assert [[(one["id"], one["log_prob"]) for one in place] for place in found["top"]] == [*map(list, expected.top)]
+    assert found["tokens_per_second"] > 0
+    assert found["prefill_seconds"] > 0
+    settings = found["settings"]
+    assert settings["checkpoint"] == folders["causal"]
+    assert settings["budget"] == pytest.approx(4 / 3)
+    assert settings["stop"] == ["zz", "qq"]
+    assert (settings["method"], settings["selection"]) == ("cached", "causal")
+    assert (settings["seed"], settings["top_k"], settings["min_p"]) == (7, 40, 0.001)
+    assert (settings["device"], settings["dtype"]) == ("cpu", "float64")
+
+
+def test_text_is_flushed_piece_by_piece(folders, monkeypatch):
+    class Watched(io.StringIO):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def flush(self) -> None:
+            self.seen += [self.getvalue()] if self.getvalue() not in self.seen[-1:] else []
+
+    request = Request(prompt=PROMPT, max_new=30, sampling=Sampling(temperature=0.8))
+    expected = [PROMPT]
+    for token in stream(model_of(folders["causal"]), [request], tokenizer=BYTES):
+        expected += [expected[-1] + token.text] if token.text else []
+    monkeypatch.setattr(sys, "stdout", watched := Watched())
+    main(["generate", PROMPT, "--checkpoint", folders["causal"], "--max-new", "30", *EXACT])
+    assert len(expected) > 20
+    assert watched.seen == [*expected, expected[-1] + "\n"]
+
+
+def test_seeds(folders, capsys):
+    texts = [
+        run(capsys, PROMPT, "--checkpoint", folders["causal"], "--max-new", "20", "--temperature", "2", *seed)[0]
+        for seed in ((), ("--seed", "0"), ("--seed", "1"))
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_both_methods_write_the_same_greedy_text(folders, capsys):
+    same = (PROMPT, "--checkpoint", folders["causal"], *GREEDY, *EXACT)
+    cached, recomputed = (run(capsys, *same, "--method", method) for method in ("cached", "recomputed"))
+    assert cached[0] == recomputed[0]
+    assert "; cached;" in cached[1]
+    assert "; recomputed;" in recomputed[1]
+    assert "the model's block of 64 tokens is full" in cached[1]
+
+
+def test_the_prompt_from_standard_input(folders, capsys, monkeypatch):
+    options = ("--checkpoint", folders["causal"], "--max-new", "8")
+    for dash in ((), ("-",)):
+        pipe_in(monkeypatch, b"a b\r\n\n\n")
+        assert run_json(capsys, *dash, *options)["prompt"] == "a b\r\n\n"  # one newline less, nothing else
+    pipe_in(monkeypatch, PROMPT.encode())
+    piped = run(capsys, *options)[0]
+    assert piped == run(capsys, PROMPT, *options)[0]
+    pipe_in(monkeypatch, b"h\xffi")
+    assert "no UTF-8 text" in mistake(capsys, *options)
+    pipe_in(monkeypatch, b"\n")
+    assert "the prompt is empty" in mistake(capsys, *options)
+    _, terminal = pty.openpty()
+    with open(terminal) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert "there is no prompt: give it as an argument" in mistake(capsys, *options)
+
+
+def new_sizes(model: Thoughtbubbles, ids: list[int], **rule: Any) -> list[int]:
+    """Of each token when it was the newest, and of the prompt before there was any."""
+    newest = [bubble_sizes(model, ids[:n], **rule)[-1] for n in range(N_PROMPT + 1, len(ids) + 1)]
+    return [*bubble_sizes(model, ids[:N_PROMPT], **rule), *newest]
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "rule"),
+    [
+        ("causal", "--budget 1.5", {"budget": 1.5}),
+        ("causal", "--method recomputed", {}),
+        ("block", "", {}),
+        ("block", "--budget-mode fixed --budget 3/2", {"budget": 1.5, "budget_mode": "fixed"}),
+        ("block", "--method cached", {"selection": "causal"}),
+        ("plain", "", {}),
+    ],
+)
+def test_bubbles_are_the_model_s_own(folders, form, options, rule, capsys):
+    arguments = (PROMPT, "--checkpoint", folders[form], "--max-new", "12", "--show-bubbles", *options.split(), *EXACT)
+    found = run_json(capsys, *arguments)
+    model, ids = model_of(folders[form]), [*found["prompt_ids"], *found["ids"]]
+    assert found["bubbles"] == new_sizes(model, ids, **rule)
+    assert found["bubbles"][N_PROMPT - 1 : -1] == found["streams"]
+    assert form == "plain" or len(set(found["bubbles"])) > 1
+    if form == "causal":  # nothing is ever revised
+        assert found["bubbles"] == model(torch.tensor([ids]), trace=True, **rule).forks[-1].bubble_size[0].tolist()
+
+
+def per_character(ids: list[int], sizes: list[int]) -> list[tuple[str, int]]:
+    """Every character with the streams of the token that completed it."""
+    decoder, found = codecs.getincrementaldecoder("utf-8")(errors="replace"), []
+    for i, (token, size) in enumerate(zip(ids, sizes, strict=True)):
+        found += [(c, size) for c in decoder.decode(BYTES.token_bytes(token), final=i == len(ids) - 1)]
+    return found
+
+
+def test_digits_below_the_text_where_colours_are_lost(folders, capsys, monkeypatch):
+    arguments = (PROMPT, "--checkpoint", folders["causal"], "--max-new", "40", "--show-bubbles", *EXACT)
+    found = run_json(capsys, *arguments)
+    characters = per_character([*found["prompt_ids"], *found["ids"]], found["bubbles"])
+    text = "".join(character for character, _ in characters)
+    digits = "".join("\n" if character == "\n" else str(size) for character, size in characters)
+    assert text == PROMPT + found["text"]
+    out, err = run(capsys, *arguments)
+    assert out == f"{text}\n{digits}\n"
+    assert "digits: streams of each token" in err
+
+
+def test_colours_tell_the_streams(folders, capsys, monkeypatch):
+    arguments = (PROMPT, "--checkpoint", folders["causal"], "--max-new", "40", "--show-bubbles", *EXACT)
+    found = run_json(capsys, *arguments)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out, _ = run(capsys, *arguments)
+    codes = {"white": "37", "green": "32", "yellow": "33", "dark_orange": "38;5;208", "red": "31"}
+    characters = per_character([*found["prompt_ids"], *found["ids"]], found["bubbles"])
+    expected = [(codes[colour(size)], character.translate(HARMLESS)) for character, size in characters]
+    shown, _, rest = out.partition("\x1b[0m\nstreams of each token")
+    pieces = re.findall(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", shown + "\x1b[0m", re.DOTALL)
+    assert [(code, character) for code, piece in pieces for character in piece] == expected
+    assert " 4 " in rest
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[3" not in run(capsys, *arguments)[0]
+
+
+def test_on_a_terminal_the_prompt_is_dim_and_control_characters_are_only_drawn(folders, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out, _ = run(capsys, "a\x1b[2J\x9bb", "--checkpoint", folders["causal"], "--max-new", "5")
+    assert out.startswith("\x1b[2ma␛[2J�b\x1b[0m")
+
+
+def test_a_character_has_the_colour_of_the_token_that_completes_it():
+    bubbles = Bubbles(BYTES)
+    first, second = "é".encode()
+    bubbles.add(first)
+    bubbles.sizes.append(1)
+    assert bubbles.ready() == []
+    bubbles.add(second)
+    bubbles.release(1)
+    assert bubbles.ready() == []  # the size of the second half is not known yet
+    bubbles.sizes.append(3)
+    assert bubbles.ready() == [("é", 3)]
+    bubbles.add(ord("x"))
+    bubbles.sizes.append(2)
+    assert bubbles.ready() == []  # it may begin a stop string
+    bubbles.add(first, is_last=True)
+    bubbles.release(2)
+    bubbles.sizes.append(4)
+    assert bubbles.ready() == [("x", 2), ("�", 4)]
+    assert bubbles.digits == "324"
+
+
+@pytest.mark.parametrize("bubbles", [(), ("--show-bubbles",)])
+def test_stop_strings_are_not_shown(folders, bubbles, capsys):
+    arguments = (PROMPT, "--checkpoint", folders["causal"], "--max-new", "40", *EXACT)
+    whole = run_json(capsys, *arguments)["text"]
+    at = next(i for i in range(5, len(whole)) if whole.find(whole[i : i + 2]) == i)
+    out, err = run(capsys, *arguments, "--stop", whole[at : at + 2], *bubbles)
+    assert out.startswith(PROMPT + whole[:at] + "\n")
+    assert bubbles or out == PROMPT + whole[:at] + "\n"
+    assert "ended: a stop string came" in err
+
+
+@pytest.mark.parametrize("bubbles", [(), ("--show-bubbles",)])
+def test_the_end_of_text_is_not_shown(folders, bubbles, capsys, tmp_path):
+    """Two tokens swap their places in the vocabulary, so that the model ends where it wrote the other."""
+    model = model_of(folders["causal"])
+    request = Request(prompt=PROMPT, max_new=30, sampling=Sampling(temperature=0, repetition_penalty=3))
+    ids = generate(model, [request], tokenizer=BYTES)[0].ids
+    at = next(i for i in range(5, 30) if ids[i] not in [*ids[:i], *BYTES.encode(PROMPT)])
+    with torch.no_grad():
+        model.embedding.weight[[ids[at], BYTES.end_of_text]] = model.embedding.weight[[BYTES.end_of_text, ids[at]]]
+    save_model(tmp_path / "model", model, tokenizer=BYTES)
+    out, err = run(capsys, PROMPT, "--checkpoint", str(tmp_path / "model"), *GREEDY, *EXACT, *bubbles)
+    assert out.startswith(PROMPT + BYTES.decode(ids[:at]) + "\n")
+    assert f"{at + 1} new tokens" in err
+    assert "ended: the model ended the text" in err
+
+
+def test_the_table_of_likeliest_tokens(folders, capsys):
+    out, err = run(capsys, PROMPT, "--checkpoint", folders["causal"], "--max-new", "4", "--top", "3", "--seed", "3")
+    found = run_json(capsys, PROMPT, "--checkpoint", folders["causal"], "--max-new", "4", "--top", "3", "--seed", "3")
+    assert out == PROMPT + found["text"] + "\n"
+    assert "likeliest tokens" in err
+    for place in found["top"]:
+        assert f"{place[0]['text']!r} {place[0]['log_prob']:.2f}" in err
+
+
+def test_an_approximation_says_so(folders, capsys):
+    options = ("--max-new", "3", "--method", "cached")
+    _, err = run(capsys, PROMPT, "--checkpoint", folders["block"], *options)
+    assert "approximation; `thoughtbubbles eval --tasks perplexity`" in err
+    for form in ("causal", "plain"):
+        assert "approximation" not in run(capsys, PROMPT, "--checkpoint", folders[form], *options)[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--budget 0.5", "budget = 0.5 is below 1"),
+        ("--budget 9", "budget = 9: 3 fork layers allow at most 8 streams a token"),
+        ("--budget much", "budget = 'much' is not a number"),
+        ("--budget-mode fixed", "a fixed budget looks at the whole block, so no cache can follow it"),
+        ("--budget-mode fixed --method recomputed", "it goes with block selection only"),
+        ("--temperature -1", "temperature = -1.0: give 0 (greedy) or 0.001"),
+        ("--top-k 0", "top_k = 0"),
+        ("--top-p 1.5", "top_p = 1.5"),
+        ("--min-p -1", "min_p = -1.0"),
+        ("--repetition-penalty 0", "repetition_penalty = 0.0"),
+        ("--max-new 0", "max_new = 0: ask for 1 new token or more"),
+        ("--max-new 56", "9 tokens of prompt and 56 new ones are more than block_size = 64"),
+        ("--top 290", "top = 290: give a whole number from 0 to 257"),
+        ("--top -1", "top = -1"),
+        ("--stop=", "none of them empty"),
+    ],
+)
+def test_mistakes(folders, options, message, capsys):
+    said = mistake(capsys, PROMPT, "--checkpoint", folders["causal"], *options.split())
+    assert said.startswith("thoughtbubbles generate: ")
+    assert message in said
+    assert "\n" not in said
+
+
+def test_mistakes_in_prompt_and_checkpoint(folders, capsys, tmp_path):
+    assert "the prompt is empty" in mistake(capsys, "", "--checkpoint", folders["causal"])
+    assert "shorten the prompt to 63" in mistake(capsys, "x" * 64, "--checkpoint", folders["causal"])
+    assert "leave budget out" in mistake(capsys, PROMPT, "--checkpoint", folders["plain"], "--budget", "2")
+    assert "does not exist" in mistake(capsys, PROMPT, "--checkpoint", str(tmp_path / "nowhere"))
+    assert "no checkpoint that has them" in mistake(capsys, PROMPT, "--checkpoint", str(tmp_path))
+    save_model(tmp_path / "mute", model_of(folders["causal"]))
+    assert "has no tokenizer.json" in mistake(capsys, PROMPT, "--checkpoint", str(tmp_path / "mute"))
+    if not torch.cuda.is_available():
+        assert "--device cuda" in mistake(capsys, PROMPT, "--checkpoint", folders["causal"], "--device", "cuda")
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        command("generate", *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**environment(), "PYTHONIOENCODING": "utf-8"},
+        **options,
+    )
+    assert process.stdout is not None
+    return process
+
+
+def test_as_a_process_it_writes_what_it_writes_here(folders, capsys):
+    options = ("--checkpoint", folders["causal"], "--max-new", "20", *EXACT)
+    process = start(*options, stdin=subprocess.PIPE)
+    out, err = process.communicate(PROMPT.encode() + b"\n", timeout=120)
+    assert process.returncode == 0, err
+    assert out.decode() == run(capsys, PROMPT, *options)[0]
+
+
+def test_a_reader_who_leaves_is_no_error(folders):
+    process = start(PROMPT, "--checkpoint", folders["long"], "--method", "recomputed")
+    assert os.read(process.stdout.fileno(), 5) == PROMPT.encode()[:5]
+    process.stdout.close()
+    process.wait(timeout=120)
+    with process.stderr:
+        assert process.stderr.read() == b""
+
+
+def test_an_interruption_keeps_what_is_written(folders):
+    process = start(PROMPT, "--checkpoint", folders["long"], "--method", "recomputed")
+    out = b""
+    while len(out) < 20:
+        out += os.read(process.stdout.fileno(), 20)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert (out + rest).decode().startswith(PROMPT)
+    assert re.fullmatch(rb"interrupted after \d+ new tokens\n", err)
+
+
+def test_a_run_s_folder_will_do(folders, capsys, tmp_path):
+    (tmp_path / "step-00000003").mkdir()
+    Path(folders["causal"]).rename(tmp_path / "step-00000003" / "model")
+    try:
+        assert run(capsys, PROMPT, "--checkpoint", str(tmp_path), "--max-new", "2")[0].startswith(PROMPT)
+    finally:
+        (tmp_path / "step-00000003" / "model").rename(folders["causal"])

@@ -1,0 +1,508 @@
+"""Requests in, completions out: a row's text depends on its own request alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers import SAME_FUNCTION, SAME_ROW, lively_model, small_config
+from thoughtbubbles.data.tokenizer import Tokenizer, tokenizer
+from thoughtbubbles.generate.requests import Completion, Request, generate, problem, stream
+from thoughtbubbles.generate.sample import Sampling, uniform
+
+# Tokens of several characters, and of less than one; the models below have three ids more.
+PIECES = Tokenizer("pieces", [b"a", b"b", b"ab", b"ba", b"c", b"ca", b"\xc3", b"\xa9", b"d", b"bd"])
+GREEDY = Sampling(temperature=0)
+
+
+def model_of(**changes):
+    return lively_model(
+        small_config(**{"n_layer": 3, "fork_layers": (1, 2), "vocab_size": 14, "block_size": 20, **changes})
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of()
+
+
+def varied() -> list[Request]:
+    """Prompts, lengths, budgets and settings all different; some end long before others."""
+    return [
+        Request(prompt=[1, 2, 3], max_new=9, budget=1, sampling=Sampling(seed=3), end_ids=()),
+        Request(prompt=[5], max_new=12, budget=4, sampling=Sampling(seed=4, top_p=0.8), end_ids=(), top=2),
+        Request(prompt=[4, 4, 4, 4, 9, 1, 0], max_new=2, sampling=GREEDY),
+        Request(prompt=[7, 1] * 5, budget="7/3", sampling=Sampling(seed=5, temperature=1.5, repetition_penalty=1.4)),
+        Request(prompt=list(range(10)), max_new=6, budget=1.5, sampling=Sampling(seed=6, top_k=3), end_ids=(2, 9)),
+        Request(
+            prompt=[3, 0],
+            max_new=11,
+            budget=1.15,
+            sampling=Sampling(seed=7, min_p=0.01, temperature=3),
+            stop=("ab", "d"),
+            end_ids=(),
+            top=4,
+        ),
+    ]
+
+
+def assert_same_completion(ours: Completion, theirs: Completion) -> None:
+    for name in ("ids", "text", "streams", "finish", "error"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    torch.testing.assert_close(ours.log_probs, theirs.log_probs, atol=SAME_ROW, rtol=0)
+    assert [[i for i, _ in place] for place in ours.top] == [[i for i, _ in place] for place in theirs.top]
+    for a, b in zip(ours.top, theirs.top, strict=True):
+        torch.testing.assert_close([p for _, p in a], [p for _, p in b], atol=SAME_ROW, rtol=0)
+
+
+def brute_force(model, request: Request, *, n_ids: int, **options) -> tuple[list[int], list[float], list[int]]:
+    """Ids, log-probabilities and streams of one request, each token from a forward over all before it."""
+    ids, log_probs, streams = [int(i) for i in request.prompt], [], []
+    budget = request.budget
+    for n in range(request.max_new):
+        out = model(torch.tensor([ids]), budget=budget, want=("log_probs",), trace=True, **options)
+        row = out.log_probs[0, -1].detach()
+        aim, chosen = uniform(request.sampling.seed, n) * float(row[:n_ids].exp().sum()), 0
+        if request.sampling.temperature == 0:
+            chosen = max(range(n_ids), key=lambda i: float(row[i]))
+        else:
+            while (aim := aim - float(row[chosen].exp())) > 0:
+                chosen += 1
+        ids.append(chosen)
+        log_probs.append(float(row[chosen]))
+        streams.append(int(out.forks[-1].bubble_size[0, -1]) if out.forks else model.config.copies)
+    return ids[len(request.prompt) :], log_probs, streams
+
+
+# ---- one and many ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["cached", "recomputed"])
+def test_a_mixed_batch_is_each_request_alone(model, method):
+    requests = varied()
+    together = generate(model, requests, tokenizer=PIECES, method=method)
+    for request, completion in zip(requests, together, strict=True):
+        [alone] = generate(model, [request], tokenizer=PIECES)
+        assert_same_completion(completion, alone)
+    assert len({len(completion.ids) for completion in together}) > 3, "rows ended by turns"
+    assert {completion.finish for completion in together} >= {"length", "stop"}
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_the_size_of_a_batch_plays_no_part(model, batch_size):
+    requests = varied()
+    whole = generate(model, requests, tokenizer=PIECES)
+    for a, b in zip(generate(model, requests, tokenizer=PIECES, batch_size=batch_size), whole, strict=True):
+        assert_same_completion(a, b)
+
+
+@pytest.mark.parametrize("merge", ["mixture", "residual", "original"])
+def test_cached_is_recomputed_is_brute_force(merge):
+    model = model_of(merge=merge)
+    requests = [
+        Request(prompt=[1, 2, 3], max_new=6, budget=1.5, sampling=Sampling(seed=1)),
+        Request(prompt=[9], max_new=8, budget=4, sampling=Sampling(seed=2)),
+        Request(prompt=[4, 4], max_new=4, sampling=GREEDY),
+    ]
+    cached, recomputed = (generate(model, requests, method=m) for m in ("cached", "recomputed"))
+    for request, a, b in zip(requests, cached, recomputed, strict=True):
+        assert_same_completion(a, b)
+        ids, log_probs, streams = brute_force(model, request, n_ids=14)
+        assert a.ids == ids
+        assert a.streams == streams
+        torch.testing.assert_close(a.log_probs, log_probs, atol=SAME_ROW, rtol=0)
+
+
+@pytest.mark.parametrize("mode", [None, "fixed", "proportional"])
+@pytest.mark.parametrize("own_mode", ["proportional", "fixed"])
+def test_a_block_model_is_recomputed(own_mode, mode):
+    """Its rule revises decisions: only the forward over the whole prefix is right, and it is the default."""
+    model = model_of(selection="block", budget=1.5, budget_mode=own_mode)
+    requests = [
+        Request(prompt=[1, 2, 3], max_new=6, sampling=Sampling(seed=1)),
+        Request(prompt=[9], max_new=8, budget=3, sampling=GREEDY),
+    ]
+    completions = generate(model, requests, budget_mode=mode)
+    for request, completion in zip(requests, completions, strict=True):
+        ids, log_probs, streams = brute_force(model, request, n_ids=14, budget_mode=mode)
+        assert completion.ids == ids
+        assert completion.streams == streams
+        torch.testing.assert_close(completion.log_probs, log_probs, atol=SAME_ROW, rtol=0)
+
+
+def test_a_block_model_through_the_cache_follows_the_causal_rule():
+    model = model_of(selection="block", budget=1.5)
+    request = Request(prompt=[1, 2, 3], max_new=12, sampling=Sampling(seed=1))
+    [cached] = generate(model, [request], method="cached")
+    ids, log_probs, streams = brute_force(model, request, n_ids=14, selection="causal")
+    assert (cached.ids, cached.streams) == (ids, streams)
+    torch.testing.assert_close(cached.log_probs, log_probs, atol=SAME_ROW, rtol=0)
+    [own] = generate(model, [request])
+    assert own.log_probs != pytest.approx(cached.log_probs, abs=SAME_ROW), "an approximation, and not by default"
+
+
+@pytest.mark.parametrize("form", [{"fork_layers": ()}, {"fork_layers": (), "copies": 3, "merge": "original"}])
+def test_baselines(form):
+    model = model_of(**form)
+    request = Request(prompt=[1, 2, 3], max_new=6, sampling=Sampling(seed=1))
+    cached, recomputed = (generate(model, [request], method=m)[0] for m in ("cached", "recomputed"))
+    assert_same_completion(cached, recomputed)
+    ids, _, streams = brute_force(model, request, n_ids=14)
+    assert cached.ids == ids
+    assert cached.streams == streams == [model.config.copies] * 6
+
+
+def test_the_mode_of_the_model_plays_no_part(model):
+    requests = [varied()[0], varied()[2]]
+    training = generate(model.train(), requests)
+    assert model.training, "and it is left as it was"
+    for a, b in zip(generate(model.eval(), requests), training, strict=True):
+        assert a == b
+
+
+def test_seeds(model):
+    requests = [Request(prompt=[1], max_new=10, sampling=Sampling(seed=seed)) for seed in (1, 2, 3, 1)]
+    texts = [completion.ids for completion in generate(model, requests)]
+    assert texts[0] == texts[3]
+    assert len({tuple(text) for text in texts}) == 3
+
+
+def test_a_stream_is_the_completion_token_by_token(model):
+    requests = varied()
+    whole = generate(model, requests, tokenizer=PIECES)
+    ids, texts, finish = [[] for _ in whole], [""] * len(whole), [None] * len(whole)
+    for token in stream(model, requests, tokenizer=PIECES):
+        assert finish[token.request] is None, "nothing comes after the last token"
+        ids[token.request].append(token.id)
+        texts[token.request] += token.text
+        finish[token.request] = token.finish
+        assert len(token.top) == requests[token.request].top
+    assert ids == [completion.ids for completion in whole]
+    assert texts == [completion.text for completion in whole]
+    assert finish == [completion.finish for completion in whole]
+
+
+def test_a_stream_that_is_left_harms_nothing(model):
+    requests = varied()
+    left = stream(model, requests, tokenizer=PIECES)
+    next(left)
+    whole = generate(model, requests, tokenizer=PIECES)
+    rest = list(left)
+    assert len(rest) + 1 == sum(len(completion.ids) for completion in whole)
+
+
+def test_log_probabilities_and_top(model):
+    request = Request(prompt=[1, 2], max_new=5, sampling=Sampling(seed=2, temperature=3, top_k=5), top=3)
+    [completion] = generate(model, [request], tokenizer=PIECES)
+    log_probs = model(torch.tensor([[1, 2, *completion.ids]]), want=("log_probs",)).log_probs[0, 1:-1]
+    expected = log_probs.gather(1, torch.tensor(completion.ids)[:, None])[:, 0].tolist()
+    torch.testing.assert_close(completion.log_probs, expected, atol=SAME_ROW, rtol=0)
+    best = log_probs[:, : PIECES.size].sort(dim=-1, descending=True)
+    for place, ids, values in zip(completion.top, best.indices, best.values, strict=True):
+        assert [i for i, _ in place] == ids[:3].tolist()
+        torch.testing.assert_close([p for _, p in place], values[:3].tolist(), atol=SAME_ROW, rtol=0)
+
+
+def test_ids_that_the_tokenizer_lacks_never_occur(model):
+    requests = [Request(prompt=[12, 13], max_new=3, sampling=Sampling(seed=s, temperature=9)) for s in range(60)]
+    without = {i for completion in generate(model, requests) for i in completion.ids}
+    requests = [replace(request, end_ids=()) for request in requests]
+    with_tokenizer = {i for completion in generate(model, requests, tokenizer=PIECES) for i in completion.ids}
+    assert without == set(range(14))
+    assert with_tokenizer == set(range(PIECES.size))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3)], ids=["greedy", "drawn"])
+def test_the_repetition_penalty_knows_prompt_and_text(model, sampling):
+    """So heavy a penalty makes every token new, also behind a neighbour that has none and ends early."""
+    requests = [
+        Request(prompt=[2, 5], max_new=1, sampling=sampling),
+        Request(prompt=[0, 1, 2], max_new=11, sampling=replace(sampling, repetition_penalty=100)),
+    ]
+    model = model_of(merge="mixture")  # log-probabilities: the penalty makes all of them smaller
+    ids = generate(model, requests)[1].ids
+    assert sorted(ids) == list(range(3, 14))
+
+
+# ---- where a completion ends ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def free(model) -> list[tuple[Request, Completion]]:
+    """Texts that nothing ends but the block."""
+    requests = [
+        Request(prompt=[1], max_new=19, end_ids=(), sampling=Sampling(seed=seed, temperature=2)) for seed in range(6)
+    ]
+    completions = generate(model, requests, tokenizer=PIECES)
+    for completion in completions:
+        assert completion.finish == "length"
+        assert completion.text == PIECES.decode(completion.ids)
+    return list(zip(requests, completions, strict=True))
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_stop_strings_cut_the_free_text(model, free, seed):
+    """Every piece of the free text as a stop string, all in one batch, with one that does not stop at all."""
+    request, whole = free[seed]
+    clean = whole.text.replace("�", " ").split(PIECES.decode([PIECES.end_of_text]))[0]
+    stops = sorted({clean[i : i + n] for i in range(len(clean)) for n in (1, 2, 5)})[:40]
+    requests = [replace(request, stop=(s,)) for s in stops if " " not in s] + [replace(request, stop=("zzz",))]
+    *stopped, unstopped = generate(model, requests, tokenizer=PIECES)
+    assert_same_completion(unstopped, whole)
+    assert len(stopped) > 3
+    for asked, completion in zip(requests, stopped, strict=False):
+        [stop] = asked.stop
+        n = len(completion.ids)
+        assert completion.finish == "stop"
+        assert completion.text == whole.text.partition(stop)[0]
+        assert completion.ids == whole.ids[:n]
+        assert stop in PIECES.decode(whole.ids[:n])
+        assert stop not in PIECES.decode(whole.ids[: n - 1]), "the very token that completes it is the last"
+        torch.testing.assert_close(completion.log_probs, whole.log_probs[:n], atol=SAME_ROW, rtol=0)
+
+
+def test_a_stop_string_is_never_shown_not_even_partly(model, free):
+    request, whole = free[1]
+    stop = whole.text.split("�")[0].split("<")[0][-4:]
+    assert len(stop) == 4
+    shown = ""
+    for token in stream(model, [replace(request, stop=(stop, "no such text"))], tokenizer=PIECES):
+        shown += token.text
+        assert whole.text.partition(stop)[0].startswith(shown)
+    assert token.finish == "stop"
+    assert shown == whole.text.partition(stop)[0]
+
+
+def test_a_stop_string_in_the_first_token(model, free):
+    request, whole = free[2]
+    first = PIECES.decode(whole.ids[:1])
+    assert first != "�"
+    [completion] = generate(model, [replace(request, stop=(first[:1],))], tokenizer=PIECES)
+    assert (completion.text, completion.ids, completion.finish) == ("", whole.ids[:1], "stop")
+
+
+def test_stop_strings_in_the_prompt_do_not_count(model):
+    request = Request(prompt=[0, 1, 0, 1], max_new=3, sampling=GREEDY, stop=("abab",))
+    [completion] = generate(model, [request], tokenizer=PIECES)
+    assert len(completion.ids) == 3 or "abab" in PIECES.decode(completion.ids)
+
+
+def test_half_a_character_at_the_end_is_shown(model):
+    """Two tokens make one é; a row that ends between them shows a replacement character."""
+    requests = [
+        Request(prompt=[1], max_new=3, end_ids=(), sampling=Sampling(seed=seed, temperature=4)) for seed in range(200)
+    ]
+    completions = generate(model, requests, tokenizer=PIECES, batch_size=200)
+    request = next(r for r, c in zip(requests, completions, strict=True) if c.ids[1:] == [6, 7])
+    whole = list(stream(model, [request], tokenizer=PIECES))
+    half = list(stream(model, [replace(request, max_new=2)], tokenizer=PIECES))
+    assert [token.text for token in whole] == [whole[0].text, "", "é"]
+    assert [token.text for token in half] == [whole[0].text, "�"]
+
+
+def test_end_ids(model, free):
+    request, whole = free[5]
+    ends = whole.ids[1:8]
+    completions = generate(model, [replace(request, end_ids=(99, end)) for end in ends], tokenizer=PIECES)
+    for end, completion in zip(ends, completions, strict=True):
+        n = whole.ids.index(end) + 1
+        assert completion.finish == "end"
+        assert completion.ids == whole.ids[:n]
+        assert completion.text == PIECES.decode(whole.ids[: n - 1])
+
+
+def test_end_of_text_ends_a_row_by_default(model, free):
+    ended = 0
+    completions = generate(model, [replace(request, end_ids=None) for request, _ in free], tokenizer=PIECES)
+    for (_, whole), completion in zip(free, completions, strict=True):
+        if PIECES.end_of_text in whole.ids:
+            n = whole.ids.index(PIECES.end_of_text) + 1
+            assert (completion.finish, completion.ids) == ("end", whole.ids[:n])
+            assert completion.text == PIECES.decode(whole.ids[: n - 1])
+            ended += 1
+        else:
+            assert_same_completion(completion, whole)
+    assert ended > 0
+    for completion in generate(model, [Request(prompt=[1], sampling=Sampling(seed=s), max_new=6) for s in range(20)]):
+        assert (len(completion.ids), completion.text) == (6, None), "without a tokenizer no id is special"
+
+
+def test_max_new_and_the_block(model):
+    """Without a limit a row goes on to the block's end; the last token is written though no step could read it."""
+    requests = [
+        Request(prompt=[1] * 13, sampling=GREEDY),
+        Request(prompt=[1] * 19, sampling=GREEDY),
+        Request(prompt=[1] * 19, sampling=GREEDY, max_new=1),
+        Request(prompt=[1] * 13, sampling=GREEDY, max_new=3),
+    ]
+    for method in ("cached", "recomputed"):
+        completions = generate(model, requests, method=method)
+        assert [len(completion.ids) for completion in completions] == [7, 1, 1, 3]
+        assert all(completion.finish == "length" for completion in completions)
+        assert completions[3].ids == completions[0].ids[:3]
+
+
+def test_text_prompts():
+    model = lively_model(small_config(vocab_size=260, block_size=24))
+    of = tokenizer("bytes")
+    words, ids = generate(
+        model,
+        [Request(prompt=prompt, max_new=5, sampling=GREEDY) for prompt in ("héllo", of.encode("héllo"))],
+        tokenizer=of,
+    )
+    assert_same_completion(words, ids)
+
+
+# ---- the door -------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "empty": (Request(prompt=[]), "the prompt is empty"),
+    "id": (Request(prompt=[3, 14]), "the prompt has the id 14: the vocabulary has ids from 0 to 13"),
+    "negative id": (Request(prompt=[-1]), "the prompt has the id -1"),
+    "max_new": (Request(prompt=[1], max_new=0), "max_new = 0: ask for 1 new token or more"),
+    "too many": (Request(prompt=[1] * 5, max_new=16), "more than block_size = 20.*ask for at most 15"),
+    "too long": (Request(prompt=[1] * 20), "more than block_size = 20.*shorten the prompt to 19"),
+    "far too long": (Request(prompt=[1] * 50, max_new=1), "more than block_size = 20.*shorten the prompt to 19"),
+    "low budget": (Request(prompt=[1], budget=0.5), "budget = 0.5 is below 1"),
+    "high budget": (Request(prompt=[1], budget=4.01), "budget = 4.01: 2 fork layers allow at most 4 streams a token"),
+    "no number": (Request(prompt=[1], budget="many"), "is not a number"),
+    "endless budget": (Request(prompt=[1], budget=float("inf")), "is not a number"),
+    "top": (Request(prompt=[1], top=-1), "top = -1"),
+    "tops": (Request(prompt=[1], top=15), "top = 15"),
+    "text": (Request(prompt="a"), "text needs a tokenizer"),
+    "stop": (Request(prompt=[1], stop=("a",)), "text needs a tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_is_refused_before_any_work(model, name):
+    request, words = BAD[name]
+    good = Request(prompt=[1], max_new=2)
+    with pytest.raises(ValueError, match=words) as alone:
+        generate(model, [request])
+    assert not str(alone.value).startswith("request")
+    with pytest.raises(ValueError, match=f"^request 1: .*{words}"):
+        generate(model, [good, request, good])
+    with pytest.raises(ValueError, match=words):
+        stream(model, [good, request])  # at once, not at the first token
+
+
+def test_bad_requests_do_not_disturb_the_others(model):
+    good = [replace(request, stop=()) for request in varied()]
+    mixed, order = [], []
+    for i, (bad, _) in enumerate(BAD.values()):
+        mixed.append(bad)
+        if i < len(good):
+            order.append(len(mixed))
+            mixed.append(good[i])
+    completions = generate(model, mixed, on_error="return", batch_size=4)
+    for a, b in zip([completions[i] for i in order], generate(model, good), strict=True):
+        assert_same_completion(a, b)
+    bad = [completion for i, completion in enumerate(completions) if i not in order]
+    for completion, (_, words) in zip(bad, BAD.values(), strict=True):
+        with pytest.raises(ValueError, match=words):
+            raise ValueError(completion.error)
+        assert completion == Completion(finish="error", error=completion.error)
+
+
+def test_only_bad_requests_and_none_at_all(model):
+    assert generate(model, []) == []
+    [completion] = generate(model, [Request(prompt=[])], on_error="return")
+    assert completion.finish == "error"
+
+
+def test_a_model_without_forks_refuses_a_budget():
+    config = small_config(fork_layers=())
+    assert "no fork layers" in problem(config, Request(prompt=[1], budget=2), None)
+    assert problem(config, Request(prompt=[1]), None) is None
+
+
+def test_the_wrong_tokenizer_is_refused(model):
+    with pytest.raises(ValueError, match="the tokenizer 'bytes' has 257 ids, the model 14"):
+        generate(model, [Request(prompt="a")], tokenizer=tokenizer("bytes"))
+
+
+def test_budgets_up_to_what_the_forks_allow(model):
+    requests = [Request(prompt=[1, 2], max_new=6, budget=budget, sampling=GREEDY) for budget in (1, 4, "4.0")]
+    one, most, again = generate(model, requests)
+    assert one.streams == [1] * 6
+    assert most.streams == again.streams == [4] * 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "words"),
+    [
+        ({}, {"budget_mode": "fixed"}, "a fixed budget looks at the whole block"),
+        ({}, {"budget_mode": "fixed", "method": "recomputed"}, "a fixed budget looks at the whole block"),
+        ({"selection": "block"}, {"budget_mode": "fixed", "method": "cached"}, "use the method 'recomputed'"),
+        ({"selection": "block", "budget_mode": "fixed"}, {"method": "cached"}, "use the method 'recomputed'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes, options, words):
+    with pytest.raises(ValueError, match=words):
+        generate(model_of(**changes), [Request(prompt=[1], max_new=2)], **options)
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "fast"}, "method = 'fast': choose one of"),
+        ({"budget_mode": "half"}, "budget_mode = 'half': choose one of"),
+        ({"on_error": "ignore"}, "on_error = 'ignore'"),
+        ({"batch_size": 0}, "batch_size = 0"),
+        ({"batch_size": -1}, "batch_size = -1"),
+        ({"compiled": True}, "needs a CUDA GPU"),
+        ({"compiled": True, "method": "recomputed"}, "needs the cache"),
+    ],
+)
+def test_options_out_of_range_are_refused(model, options, words):
+    with pytest.raises(ValueError, match=words):
+        generate(model, [Request(prompt=[1], max_new=2)], **options)
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"top": 258}, "top = 258: give a whole number from 0 to 257"),
+        ({"top": 1.5}, "top = 1.5"),
+        ({"max_new": 2.5}, "max_new = 2.5"),
+        ({"budget": [2, 3]}, "a request has one number"),
+        ({"prompt": [1.9]}, "neither text nor whole numbers"),
+        ({"stop": ("",)}, "none of them empty"),
+        ({"stop": "\n"}, "give a tuple of texts"),
+    ],
+)
+def test_a_request_of_the_wrong_kind_harms_no_other(wrong, words):
+    model, good = model_of(vocab_size=300), {"prompt": [1], "max_new": 3}
+    bad = Request(**{**good, **wrong})
+    [alone] = generate(model, [Request(**good)], tokenizer=tokenizer("bytes"))
+    beside, refused = generate(model, [Request(**good), bad], tokenizer=tokenizer("bytes"), on_error="return")
+    assert words in refused.error
+    assert (beside.ids, beside.error) == (alone.ids, None)
+
+
+def test_no_requests_give_nothing(model):
+    assert generate(model, []) == list(stream(model, [])) == []
+
+
+def test_a_plain_model_needs_no_fixed_budget():
+    """`budget_mode` means nothing where nothing forks."""
+    model = model_of(fork_layers=(), selection="block", budget_mode="fixed", merge="original")
+    [completion] = generate(model, [Request(prompt=[1], max_new=2)])
+    assert len(completion.ids) == 2
+
+
+def test_weights_that_are_no_numbers_are_named():
+    model = model_of()
+    with torch.no_grad():
+        model.final_norm.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="not numbers"):
+        generate(model, [Request(prompt=[1], max_new=2)])
+
+
+def test_probabilities_add_up(model):
+    [completion] = generate(model, [Request(prompt=[1], max_new=3, top=14)])
+    for place in completion.top:
+        assert sum(torch.tensor(p, dtype=torch.float64).exp() for _, p in place) == pytest.approx(1, abs=SAME_FUNCTION)
