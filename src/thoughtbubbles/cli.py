@@ -52,6 +52,8 @@ def _show_costs(size: str, variants: "dict[str, ModelConfig]", *, tokens: int, r
     from rich.console import Console
     from rich.table import Table
 
+    from thoughtbubbles.generate.cache import cache_memory
+    from thoughtbubbles.model.budget import Budget
     from thoughtbubbles.model.cost import activation_bytes, cost, training_state_bytes
 
     costs = {name: cost(config, tokens) for name, config in variants.items()}
@@ -78,19 +80,23 @@ def _show_costs(size: str, variants: "dict[str, ModelConfig]", *, tokens: int, r
             f"{activation_bytes(variants[name], tokens, rows=rows) / byte:.2f}",
         )
 
-    streams = Table(title="Streams in each block")
+    streams = Table(title="Streams in each block, and what decoding keeps of them")
     streams.add_column("", no_wrap=True)
     streams.add_column("blocks: streams a row (a token)")
+    streams.add_column(f"decoding cache\n({rows} row{'s' * (rows > 1)})", justify="right", no_wrap=True)
     for name, found in costs.items():
+        config = variants[name]
         spans = [f"{span}: {n:,} ({n / tokens:g})" for span, n in _spans(found.streams)]
-        streams.add_row(name, ",  ".join(spans))
+        cache = cache_memory(config, rows=rows, capacity=tokens, budget=Budget.of(config.budget)).total
+        streams.add_row(name, ",  ".join(spans), f"{cache:,} bytes")
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table, streams)
     console.print(
         "Training state: float32 weights, gradients and AdamW's moments. Kept for backward: what autograd saves in a "
         "forward with bfloat16 products and a float32 residual, counted without compilation or checkpointing, which "
-        "both need less. Causal selection may leave a few slots unused; they are computed all the same.",
+        "both need less. Decoding cache: keys and values in bfloat16, and what the selection needs of the past. "
+        "Causal selection may leave a few slots unused; they are computed all the same.",
         soft_wrap=True,
     )
 

@@ -116,10 +116,14 @@ class Graphed:
         return Prediction(*(part[:n] for part in prediction))
 
     def step(self, ids: Tensor) -> Prediction:
+        if len(ids) == self.cache.rows:
+            self._step.ids.copy_(ids)
+            return self._step()
         self._step.ids[self._rows] = ids
         return Prediction(*(part[self._rows] for part in self._step()))
 
     def keep(self, rows: Tensor) -> None:
+        """Rows never move: those that are left keep their order."""
         self._rows = self._rows[rows]
         self._step.active.zero_()
         self._step.active[self._rows] = True

@@ -26,6 +26,7 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 
 Finish = Literal["stop", "end", "length", "error"]
 Method = Literal["cached", "recomputed"]
+DRAWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,9 +276,9 @@ def _run(decoder: Decoder, rows: list[Row], *, n_ids: int) -> Iterator[Token]:
     settings, n_top = Rows.of([row.request.sampling for row in rows], device=device), max(r.request.top for r in rows)
     seen = _seen(rows, prediction) if settings.penalty is not None else None
     while True:
-        draw = [0.0 if settings.only_greedy else uniform(row.request.sampling.seed, row.n_new) for row in rows]
-        draws = torch.tensor(draw, dtype=torch.float64).to(device, non_blocking=True)
-        picked = pick(prediction.logits, settings, draws, n_ids=n_ids, seen=seen, n_top=n_top)
+        if (now := rows[0].n_new % DRAWS_AT_ONCE) == 0:  # rows of a batch are always equally far
+            draws = _draws(rows, device)
+        picked = pick(prediction.logits, settings, draws[:, now], n_ids=n_ids, seen=seen, n_top=n_top)
         facts, ids = _packed(picked, prediction), picked.id
         seen = None if seen is None else seen.scatter(1, ids[:, None], True)
         # A GPU reads the new tokens while we look at them. Rows that turn out to be finished are dropped behind that.
@@ -290,11 +291,18 @@ def _run(decoder: Decoder, rows: list[Row], *, n_ids: int) -> Iterator[Token]:
         if len(left) < len(rows):
             index, rows = torch.tensor(left, device=device), [rows[i] for i in left]
             decoder.keep(index)
-            ids, seen = ids[index], None if seen is None else seen[index]
+            ids, draws, seen = ids[index], draws[index], None if seen is None else seen[index]
             following = None if following is None else Prediction(*(part[index] for part in following))
             settings = Rows.of([row.request.sampling for row in rows], device=device)
             n_top = max(row.request.top for row in rows)
         prediction = decoder.step(ids) if following is None else following
+
+
+def _draws(rows: Sequence[Row], device: torch.device) -> Tensor:
+    """Those of the next steps together: sending anything to a GPU waits until it has finished its work."""
+    steps = range(rows[0].n_new, rows[0].n_new + DRAWS_AT_ONCE)
+    draws = [[uniform(row.request.sampling.seed, step) for step in steps] for row in rows]
+    return torch.tensor(draws, dtype=torch.float64, device=device)
 
 
 def _seen(rows: Sequence[Row], prediction: Prediction) -> Tensor:

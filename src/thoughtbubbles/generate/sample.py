@@ -104,17 +104,19 @@ def pick(
     """Draws the next token. `draw` is a number in [0, 1) for each row; ids from `n_ids` on never occur."""
     log_probs = wide(logits).log_softmax(-1)
     allowed = processed(wide(logits), rows, n_ids=n_ids, seen=seen)
-    likeliest = allowed.argmax(-1)
-    chosen = likeliest if rows.only_greedy else torch.where(rows.greedy, likeliest, _drawn(allowed, draw))
-    top = log_probs[:, :n_ids].topk(n_top, dim=-1)
-    return Picked(chosen, log_probs.gather(1, chosen[:, None])[:, 0], top.indices, top.values)
+    chosen = allowed.argmax(-1, keepdim=True)
+    if not rows.only_greedy:
+        chosen = torch.where(rows.greedy[:, None], chosen, _drawn(allowed, draw))
+    top_log_prob, top_id = log_probs[:, :n_ids].topk(n_top, dim=-1) if n_top else (log_probs[:, :0], chosen[:, :0])
+    return Picked(chosen[:, 0], log_probs.gather(1, chosen)[:, 0], top_id, top_log_prob)
 
 
 def processed(
     logits: Float[Tensor, "B V"], rows: Rows, *, n_ids: int, seen: Bool[Tensor, "B V"] | None = None
 ) -> Float[Tensor, "B V"]:
     """Logits of what may be drawn; −inf elsewhere. At least one token is left."""
-    logits = logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= n_ids, -math.inf)
+    if n_ids < logits.shape[1]:
+        logits = logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= n_ids, -math.inf)
     if rows.penalty is not None:
         assert seen is not None
         penalty = rows.penalty.to(logits.dtype)
@@ -146,12 +148,12 @@ def _cut(logits: Float[Tensor, "B V"], rows: Rows, n_ids: int) -> Float[Tensor, 
     return torch.empty_like(logits).scatter_(1, order, ranked)
 
 
-def _drawn(logits: Float[Tensor, "B V"], draw: Float[Tensor, "B"]) -> Int[Tensor, "B"]:
+def _drawn(logits: Float[Tensor, "B V"], draw: Float[Tensor, "B"]) -> Int[Tensor, "B 1"]:
     """The first token whose running probability exceeds the draw."""
     running = logits.double().softmax(-1).cumsum(-1)
     total = running[:, -1:]
     aim = torch.minimum(draw[:, None].double() * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(running, aim, right=True)[:, 0].clamp(max=logits.shape[1] - 1)  # NaN has no place
+    return torch.searchsorted(running, aim, right=True).clamp(max=logits.shape[1] - 1)  # NaN has no place
 
 
 def uniform(seed: int, index: int) -> float:

@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 FEW_ROWS = 32  # up to here a row costs next to nothing; beyond, the library's matrix products are as fast
 ROWS_OF_W, CHANNELS = 32, 256  # the tile of weights that a program holds at a time
 SLOTS = 64  # the kept streams that a program of `attend` looks at together
-PROGRAMS = 272  # of `attend` at most, if one batch of heads does not need more: two for each multiprocessor
+PROGRAMS = 272  # of `attend`, two for each multiprocessor; but a head has at least 4, so that its slots come faster
 NOTHING = tl.constexpr(-1.0e30)  # a logit that no sum can bring back
 
 
@@ -231,7 +231,7 @@ def linear(
 def partial_linear(x: Float[Tensor, "M K"], weight: Float[Tensor, "N K"]) -> Float[Tensor, "parts M N"]:
     """Products over parts of the channels, in float32, without the bias: `add_norm` adds them up."""
     if x.shape[0] > FEW_ROWS:
-        return F.linear(x, weight).float()[None]
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)[None]
     tiles = x.shape[1] // CHANNELS
     parts = max(n for n in range(1, 6) if tiles % n == 0)
     y = torch.empty(parts, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
@@ -282,7 +282,7 @@ def attend(
     """Attention of the new streams over all that are kept, and over each other in their order."""
     batch, heads, slots, size = key.shape
     width, options = place.shape[1], _launching(key.device)
-    parts = min(triton.cdiv(slots, SLOTS), max(1, PROGRAMS // (batch * heads)))
+    parts = min(triton.cdiv(slots, SLOTS), max(4, PROGRAMS // (batch * heads)))
     out = torch.empty(batch * heads, parts + 1, width, size, dtype=torch.float32, device=key.device)
     stats = torch.empty(batch * heads, parts + 1, width, 2, dtype=torch.float32, device=key.device)
     _attend[batch * heads, parts + 1](
