@@ -60,7 +60,7 @@ def fast_parts(*, kernels: bool) -> Parts:
 class GraphStep:
     """Replays a step over a cache that it owns: fill `ids` and `active`, call, and read what comes back.
 
-    The returned tensors are the graph's own, and the next call but one overwrites them.
+    The returned tensors are the graph's own, and the next call overwrites them.
     """
 
     def __init__(self, model: Thoughtbubbles, cache: Cache, *, most: int):
@@ -76,20 +76,13 @@ class GraphStep:
             for _ in range(2):
                 self._step()  # compiles; with no active row it changes nothing
         torch.cuda.current_stream().wait_stream(stream)
-        # Two that take turns: one that is still running could be launched again only with a delay.
-        self._graphs = [self._capture() for _ in range(2)]
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._prediction = self._step()
 
     def __call__(self) -> Prediction:
-        self._graphs.reverse()
-        graph, prediction = self._graphs[0]
-        graph.replay()
-        return prediction
-
-    def _capture(self) -> tuple[torch.cuda.CUDAGraph, Prediction]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            prediction = self._step()
-        return graph, prediction
+        self._graph.replay()
+        return self._prediction
 
     def _step(self) -> Prediction:
         cache = self.cache
