@@ -268,7 +268,7 @@ def advance(
     widths: Sequence[int] | None = None,
     parts: Parts = PLAIN,
 ) -> tuple[Prediction, Cache]:
-    """`decode_step` behind the door. The widest bubble of the batch sets a step's width, in powers of two.
+    """`decode_step` behind the door. The widest bubble of the batch sets a step's width.
 
     With `widths`, one for each span, no value is looked at: every shape is known beforehand.
     """
@@ -287,7 +287,6 @@ def advance(
 
 
 def _trimmed(streams: Streams) -> Streams:
-    """No wider than the widest bubble of the batch, rounded up to a power of two."""
-    widest = int((streams.token == 0).sum(1).max())
-    width = min(1 << (widest - 1).bit_length(), streams.token.shape[1])
+    """No wider than the widest bubble of the batch."""
+    width = int((streams.token == 0).sum(1).max())
     return Streams(streams.x[:, :width], streams.log_score[:, :width], streams.token[:, :width])

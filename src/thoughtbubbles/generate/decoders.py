@@ -20,8 +20,6 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 class Decoder(Protocol):
     """Reads batch after batch of prompts, and each of them token by token."""
 
-    ahead: bool  # whether a step goes on by itself, so that launching it early pays
-
     def start(self, prompts: Sequence[Sequence[int]], budgets: Sequence[Number]) -> Prediction:
         """Reads the prompts."""
 
@@ -33,8 +31,6 @@ class Decoder(Protocol):
 
 
 class Cached:
-    ahead = False
-
     def __init__(self, model: Thoughtbubbles, *, capacity: int):
         self.model, self.capacity = model, capacity
         self.cache: Cache | None = None
@@ -55,8 +51,6 @@ class Cached:
 
 
 class Recomputed:
-    ahead = False
-
     def __init__(self, model: Thoughtbubbles, *, budget_mode: BudgetMode | None):
         self.model, self.budget_mode = model, budget_mode
 
@@ -83,8 +77,6 @@ class Recomputed:
 
 class Graphed:
     """`Cached` with steps replayed as one CUDA graph, over storage that serves every batch."""
-
-    ahead = True
 
     def __init__(self, model: Thoughtbubbles, *, rows: int, capacity: int, budgets: Sequence[Number]):
         self.model = model

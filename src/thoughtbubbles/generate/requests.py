@@ -281,8 +281,6 @@ def _run(decoder: Decoder, rows: list[Row], *, n_ids: int) -> Iterator[Token]:
         picked = pick(prediction.logits, settings, draws[:, now], n_ids=n_ids, seen=seen, n_top=n_top)
         facts, ids = _packed(picked, prediction), picked.id
         seen = None if seen is None else seen.scatter(1, ids[:, None], True)
-        # A GPU reads the new tokens while we look at them. Rows that turn out to be finished are dropped behind that.
-        following = decoder.step(ids) if decoder.ahead and any(r.n_new + 1 < r.max_new for r in rows) else None
         tokens = [row.take(*of_row) for row, of_row in zip(rows, _unpacked(facts, rows), strict=True)]
         yield from tokens
         left = [i for i, token in enumerate(tokens) if token.finish is None]
@@ -292,10 +290,9 @@ def _run(decoder: Decoder, rows: list[Row], *, n_ids: int) -> Iterator[Token]:
             index, rows = torch.tensor(left, device=device), [rows[i] for i in left]
             decoder.keep(index)
             ids, draws, seen = ids[index], draws[index], None if seen is None else seen[index]
-            following = None if following is None else Prediction(*(part[index] for part in following))
             settings = Rows.of([row.request.sampling for row in rows], device=device)
             n_top = max(row.request.top for row in rows)
-        prediction = decoder.step(ids) if following is None else following
+        prediction = decoder.step(ids)
 
 
 def _draws(rows: Sequence[Row], device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ With w the softmax of the log scores within a bubble, e(·) the final norm follo
 All three are mixtures of the rows that get decoded (`Rows`); the last two have a single row a token.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -75,8 +76,12 @@ def logits(rows: Rows, weight: Float[Tensor, "V D"]) -> Float[Tensor, "B T V"]:
     every = wide(F.linear(rows.x, weight))
     if not rows.is_mixture:
         return every
-    start, _ = find_bubbles(rows.token, rows.n_tokens)
     joint = every.log_softmax(-1) + rows.log_score[..., None]
+    if rows.n_tokens == 1:  # a step of decoding: the row is one bubble
+        unused = rows.token != 0
+        joint = joint.masked_fill(unused[..., None], -math.inf).logsumexp(1, keepdim=True)
+        return joint - rows.log_score.masked_fill(unused, -math.inf).logsumexp(1)[:, None, None]
+    start, _ = find_bubbles(rows.token, rows.n_tokens)
     joint = bubble_scan(joint, start, torch.logaddexp, max_bubble=rows.most_per_token)
     total = bubble_scan(rows.log_score, start, torch.logaddexp, max_bubble=rows.most_per_token)
     original = originals(rows.token, rows.n_tokens)

@@ -106,14 +106,14 @@ def _attend(  # type: ignore[no-untyped-def]
     per_part = tl.cdiv(tl.cdiv(kept, BS), PARTS) * BS
     end = tl.minimum((part + 1) * per_part, kept)
     base = bn.to(tl.int64) * S * H
-    # What is kept already does not depend on the kernel before
     slot = part * per_part + s
     here = (slot < end) & (part < PARTS)
     at = base + slot[:, None] * H + h[None, :]
-    k_left = tl.load(key + at, mask=here[:, None], other=0.0)
-    k_right = tl.load(key + at + half, mask=here[:, None], other=0.0)
-    v_left = tl.load(value + at, mask=here[:, None], other=0.0)
-    v_right = tl.load(value + at + half, mask=here[:, None], other=0.0)
+    if TURNS == 1:  # what is kept does not depend on the kernel before
+        k_left = tl.load(key + at, mask=here[:, None], other=0.0)
+        k_right = tl.load(key + at + half, mask=here[:, None], other=0.0)
+        v_left = tl.load(value + at, mask=here[:, None], other=0.0)
+        v_right = tl.load(value + at + half, mask=here[:, None], other=0.0)
     if AHEAD:
         gdc_wait()
         gdc_launch_dependents()
@@ -131,7 +131,12 @@ def _attend(  # type: ignore[no-untyped-def]
     total = tl.zeros((BW,), tl.float32)
     sum_left, sum_right = tl.zeros((BW, half), tl.float32), tl.zeros((BW, half), tl.float32)
     if part < PARTS:
-        for turn in range(TURNS):  # as many as a full cache needs; past the end nothing is loaded
+        for _ in range(TURNS):  # as many as a full cache needs; past the end nothing is loaded
+            if TURNS > 1:
+                k_left = tl.load(key + at, mask=here[:, None], other=0.0)
+                k_right = tl.load(key + at + half, mask=here[:, None], other=0.0)
+                v_left = tl.load(value + at, mask=here[:, None], other=0.0)
+                v_right = tl.load(value + at + half, mask=here[:, None], other=0.0)
             logits = tl.dot(q_left, tl.trans(k_left))
             logits = tl.dot(q_right, tl.trans(k_right), logits) * scale
             if BIAS:
@@ -145,14 +150,9 @@ def _attend(  # type: ignore[no-untyped-def]
             sum_left = tl.dot(weights, v_left, sum_left * fade[:, None])
             sum_right = tl.dot(weights, v_right, sum_right * fade[:, None])
             most = highest
-            if turn + 1 < TURNS:
-                slot += BS
-                here = slot < end
-                at += BS * H
-                k_left = tl.load(key + at, mask=here[:, None], other=0.0)
-                k_right = tl.load(key + at + half, mask=here[:, None], other=0.0)
-                v_left = tl.load(value + at, mask=here[:, None], other=0.0)
-                v_right = tl.load(value + at + half, mask=here[:, None], other=0.0)
+            slot += BS
+            here = slot < end
+            at += BS * H
     else:
         from_k = qkv + row[:, None] + N * H + h[None, :]
         left = tl.load(from_k, mask=real[:, None], other=0.0).to(tl.float32)
