@@ -172,7 +172,7 @@ def decode_table() -> str:
             )
     lines += [
         "",
-        "| machine | rows | 1.9b | a step | steps: tokens/s | whole loop: tokens/s | share of the copy bandwidth | cache |",
+        "| machine | rows | 1.9b | a step | steps: tokens/s | whole loop: tokens/s | share of bandwidth | cache |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for record in gpu:

@@ -60,29 +60,46 @@ def fast_parts(*, kernels: bool) -> Parts:
 class GraphStep:
     """Replays a step over a cache that it owns: fill `ids` and `active`, call, and read what comes back.
 
-    The returned tensors are the graph's own, and the next call overwrites them.
+    The returned tensors are the graph's own, and the next call overwrites them. A step is cut into one graph a span: a
+    long one takes a while to start, and so the later ones are launched while the first runs.
     """
 
     def __init__(self, model: Thoughtbubbles, cache: Cache, *, most: int):
         """`most`: streams that a bubble can have at the most under the budgets."""
         self.model, self.cache = model, cache
         self.widths = widths_within(model.config, most)
-        self.parts = fast_parts(kernels=suits_kernels(model))
+        fast = fast_parts(kernels=suits_kernels(model))
+        self._blocks, self.parts = fast.blocks, Parts(fast.enter, self._blocks_and_cut, fast.logits)
         self.ids = torch.zeros_like(cache.n_tokens)
         self.active = torch.zeros_like(cache.n_tokens, dtype=torch.bool)
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
                 self._step()  # compiles; with no active row it changes nothing
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+            torch.cuda.synchronize()
+            self._begin_graph()
             self._prediction = self._step()
+            self._graphs[-1].capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
 
     def __call__(self) -> Prediction:
-        self._graph.replay()
+        for graph in self._graphs:
+            graph.replay()
         return self._prediction
+
+    def _begin_graph(self) -> None:
+        self._graphs.append(torch.cuda.CUDAGraph())
+        self._graphs[-1].capture_begin(pool=self._pool)
+
+    def _blocks_and_cut(self, blocks: Sequence[Any], x: Tensor, span: Span, view: View, seen: int) -> Tensor:
+        x = self._blocks(blocks, x, span, view, seen)
+        if self._graphs:  # while capturing
+            self._graphs[-1].capture_end()
+            self._begin_graph()
+        return x
 
     def _step(self) -> Prediction:
         cache = self.cache

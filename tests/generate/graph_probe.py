@@ -1,0 +1,95 @@
+"""Run in a process of its own: compiled parts of a step (`parts`), and on a GPU the graph (`graph`, `generate`).
+
+Prints one JSON object.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from helpers import lively_model, named, random_ids, small_config
+from thoughtbubbles.generate.decode import Parts, advance, decode_step, enter, next_logits, prefill
+from thoughtbubbles.generate.graph import GraphStep
+from thoughtbubbles.generate.requests import Request, generate, stream
+from thoughtbubbles.generate.sample import Sampling
+from thoughtbubbles.model.transformer import Thoughtbubbles
+
+
+def parts() -> dict[str, Any]:
+    """The compiled parts against plain steps on the CPU, and the number of compiled graphs after each step."""
+    config = small_config()
+    model, ids = lively_model(config, dtype=torch.float32), random_ids(config, 2, 16)
+    compiled = [torch.compile(part, dynamic=False, fullgraph=True) for part in (enter, next_logits)]
+    fast = Parts(enter=compiled[0], logits=compiled[1])
+    caches = [prefill(model, ids[:, :4], budget=[2, 3])[1] for _ in range(2)]
+    worst, same, graphs = 0.0, True, []
+    for t in range(4, 12):
+        expected, caches[0] = decode_step(model, caches[0], ids[:, t])
+        active = torch.ones(2, dtype=torch.bool)
+        found, caches[1] = advance(model, caches[1], ids[:, t], active, widths=(1, 2, 4, 8), parts=fast)
+        worst = max(worst, float((found.logits - expected.logits).abs().max()))
+        same &= torch.equal(found.streams, expected.streams)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return {"logits": worst, "same_streams": same, "graphs": graphs}
+
+
+def gpu_model(**changes: Any) -> Thoughtbubbles:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return Thoughtbubbles(named("150m", **{"n_layer": 12, **changes})).to(torch.bfloat16).eval()
+
+
+def graph() -> dict[str, Any]:
+    """A graph against plain steps, each from its own cache."""
+    results = {}
+    for forks in ((3, 7, 11), ()):
+        model = gpu_model(fork_layers=forks, merge="residual" if forks else "original")
+        for rows in (1, 3, 9):
+            ids = torch.randint(50000, (rows, 96), generator=torch.Generator().manual_seed(1)).cuda()
+            lengths = [80 - 7 * row for row in range(rows)]
+            fast, plain = (prefill(model, ids[:, :80], lengths=lengths, capacity=128)[1] for _ in range(2))
+            step = GraphStep(model, fast, most=8)
+            step.active.fill_(True)
+            errors, same = [], []
+            for t in range(80, 90):
+                step.ids.copy_(ids[:, t])
+                found, (expected, plain) = step(), decode_step(model, plain, ids[:, t])
+                alike = found.streams == expected.streams
+                same.append(alike.double().mean())
+                errors.append((found.logits - expected.logits)[alike].norm() / expected.logits[alike].norm())
+            results[f"{rows} rows, forks {forks}"] = {
+                "error": float(torch.stack(errors).nanmedian()),
+                "same_streams": float(torch.stack(same).mean()),
+                "same_tokens": torch.equal(fast.n_tokens, plain.n_tokens),
+            }
+    return results
+
+
+def generation() -> dict[str, Any]:
+    model = gpu_model(n_layer=4, fork_layers=(1, 3))
+    requests = [
+        Request(
+            prompt=list(range(1, 3 + number)),
+            max_new=4 + 5 * number,
+            budget=(1, 1.5, 2, 4)[number % 4],
+            sampling=Sampling(temperature=0.9, top_k=40, seed=number),
+            top=2,
+        )
+        for number in range(7)
+    ]
+    found, again, plain = (generate(model, requests, batch_size=3, compiled=c) for c in (True, True, False))
+    pairs = list(zip(found, plain, strict=True))
+    return {
+        "again_the_same": [c.ids for c in found] == [c.ids for c in again],
+        "lengths": [len(c.ids) for c in found],
+        "asked": [request.max_new for request in requests],
+        "first_log_prob": max(abs(a.log_probs[0] - b.log_probs[0]) for a, b in pairs),
+        "same_beginnings": sum(a.ids[:4] == b.ids[:4] for a, b in pairs),
+        "streamed": list(stream(model, requests[:1], compiled=True))[-1].finish,
+    }
+
+
+if __name__ == "__main__":
+    json.dump({"parts": parts, "graph": graph, "generate": generation}[sys.argv[1]](), sys.stdout)
