@@ -1,13 +1,18 @@
 """The command line: answers at once, explains itself, and turns a user's mistake into one line."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
+import torch
 
+from helpers import named
 from thoughtbubbles import __version__
 from thoughtbubbles.cli import _spans
+from thoughtbubbles.generate.decode import prefill
+from thoughtbubbles.model.transformer import Thoughtbubbles
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -62,6 +67,18 @@ def test_inspect():
         assert expected in shown.stdout
     assert "block, r = 2" in run("inspect", "nano-paper").stdout
     assert "r = " not in run("inspect", "nano-plain").stdout
+
+
+def test_inspect_tells_the_bytes_of_the_decoding_cache():
+    shown = run("inspect", "nano", "--rows", "3", "--tokens", "20", "--budgets", "1.5", "--copies", "3").stdout
+    told = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) bytes", shown)]
+    found = []
+    for config in (named("nano-plain"), named("nano-copy-3"), named("nano", budget=1.5)):
+        model = Thoughtbubbles(config).to(torch.bfloat16)
+        _, cache = prefill(model, torch.ones(3, 5, dtype=torch.int64), capacity=20)
+        kept = [tensor for span in cache.spans for tensor in span if tensor is not None]
+        found.append(sum(tensor.nbytes for tensor in [*kept, cache.n_tokens, cache.numerator, cache.denominator]))
+    assert told == found
 
 
 @pytest.mark.parametrize(
