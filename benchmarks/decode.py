@@ -135,7 +135,9 @@ def graph_check(step: GraphStep, model: Thoughtbubbles, ids: Tensor) -> float:
         step.ids.copy_(ids[:, t])
         found, (expected, cache) = step(), decode_step(model, cache, ids[:, t])
         same = found.streams == expected.streams
-        errors.append((found.logits - expected.logits)[same].norm() / expected.logits[same].norm().clamp(min=1e-9))
+        if bool(same.any()):
+            errors.append((found.logits - expected.logits)[same].norm() / expected.logits[same].norm())
+    assert len(errors) >= 6, "the graph has forked differently at most steps"
     return float(torch.stack(errors).median())
 
 
@@ -209,7 +211,9 @@ def on_gpu(rows_tried: list[int]) -> dict[str, Any]:
             ids = some_ids(model, rows)
             steps[name], cases[name]["cache"] = started(model, ids)
             refill(steps[name], model, ids)
-            cases[name]["relative_error_against_plain_steps"] = graph_check(steps[name], model, ids)
+            error = graph_check(steps[name], model, ids)
+            assert error < 3e-2, f"{name}, {rows} rows: the graph's logits are off by {error}"
+            cases[name]["relative_error_against_plain_steps"] = error
             if rows == 1:
                 cases[name]["difference_from_the_parallel_forward"] = difference(model, ids, steps=64)
         compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]

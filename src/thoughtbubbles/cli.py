@@ -231,8 +231,8 @@ def generate(
             --stop $'\\n'
         device: auto: cuda where there is one, else cpu.
         dtype: What the model computes in. auto: bfloat16 on cuda, else float32.
-        compile: On cuda: every step as one graph of compiled kernels. Starts half a minute later, then many times
-            faster: for long texts and many of them.
+        compile: On cuda: steps as graphs of compiled kernels. Starts about twenty seconds later, then many times
+            faster: for long texts.
         show_bubbles: Give each token the colour of its number of streams after the last fork layer, one token late;
             where there are no colours (a pipe, NO_COLOR), digits follow below the text. With block selection, the
             number that a token had when it was the newest, and that the prompt's tokens had before any new one.

@@ -83,7 +83,7 @@ def test_the_text_is_the_library_s(folders, form, capsys):
     for words in ("30 new tokens at ", f"prompt of {N_PROMPT} read in ", "seed 0", "ended: --max-new 30 is reached"):
         assert words in err
     mean = sum(expected.streams) / 30
-    assert f"{mean:.2f} streams a token{'' if form == 'plain' else ' of a budget of 2'};" in err
+    assert f"{mean:.2f} streams a token{'' if form == 'plain' else ' (budget 2, over prompt and text)'};" in err
     assert ("; recomputed;" if form == "block" else "; cached;") in err
 
 
@@ -308,7 +308,7 @@ def test_an_approximation_says_so(folders, capsys):
         ("--budget 0.5", "budget = 0.5 is below 1"),
         ("--budget 9", "budget = 9: 3 fork layers allow at most 8 streams a token"),
         ("--budget much", "budget = 'much' is not a number"),
-        ("--budget-mode fixed", "a fixed budget looks at the whole block, so no cache can follow it"),
+        ("--budget-mode fixed", "it goes with models of block selection only"),
         ("--budget-mode fixed --method recomputed", "it goes with block selection only"),
         ("--temperature -1", "temperature = -1.0: give 0 (greedy) or 0.001"),
         ("--top-k 0", "top_k = 0"),
@@ -316,7 +316,7 @@ def test_an_approximation_says_so(folders, capsys):
         ("--min-p -1", "min_p = -1.0"),
         ("--repetition-penalty 0", "repetition_penalty = 0.0"),
         ("--max-new 0", "max_new = 0: ask for 1 new token or more"),
-        ("--max-new 56", "9 tokens of prompt and 56 new ones are more than block_size = 64"),
+        ("--max-new 56", "a prompt of 9 and 56 new tokens are more than block_size = 64"),
         ("--top 290", "top = 290: give a whole number from 0 to 257"),
         ("--top -1", "top = -1"),
         ("--stop=", "none of them empty"),

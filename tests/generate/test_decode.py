@@ -505,3 +505,20 @@ def test_a_bfloat16_model_and_autocast_can_be_stepped():
         assert cache.spans[-1].log_score.dtype == prediction.logits.dtype == torch.float32
         assert bool(prediction.logits.isfinite().all())
         assert (cache.spans[-1].used <= torch.tensor([18, 96])).all()
+
+
+def test_storage_is_used_again():
+    """A cache given as `into` leads to the same predictions as a new one, whatever it held before."""
+    config = small_config()
+    model, ids = lively_model(config), random_ids(config, 2, 12)
+    _, old = prefill(model, ids, budget=[4, 4])
+    expected, fresh = prefill(model, ids[:, 3:8], lengths=[5, 2], budget=[1.5, 2])
+    found, again = prefill(model, ids[:, 3:8], lengths=[5, 2], budget=[1.5, 2], into=old)
+    for _ in range(3):
+        torch.testing.assert_close(found.logits, expected.logits, atol=SAME_ROW, rtol=0)
+        expected, fresh = decode_step(model, fresh, ids[:, 0])
+        found, again = decode_step(model, again, ids[:, 0])
+    for wrong in ({"budget": 4}, {"ids": ids[:1, :4]}):
+        _, small = prefill(model, ids, budget=2)
+        with pytest.raises(ValueError, match="into is a cache of 2 rows: give one of"):
+            prefill(model, **{"ids": ids[:, :4], **wrong}, into=small)

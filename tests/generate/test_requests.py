@@ -472,6 +472,12 @@ def test_options_out_of_range_are_refused(model, options, words):
         ({"prompt": [1.9]}, "neither text nor whole numbers"),
         ({"stop": ("",)}, "none of them empty"),
         ({"stop": "\n"}, "give a tuple of texts"),
+        ({"stop": None}, "give a tuple of texts"),
+        ({"stop": (1,)}, "give a tuple of texts"),
+        ({"end_ids": 5}, "end_ids = 5: give a tuple of ids"),
+        ({"end_ids": ([1],)}, "give a tuple of ids"),
+        ({"sampling": None}, "give a Sampling"),
+        ({"top": True}, "top = True"),
     ],
 )
 def test_a_request_of_the_wrong_kind_harms_no_other(wrong, words):

@@ -301,14 +301,17 @@ def test_narrow_logits_are_widened():
 # ---- the door -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_shape_checks")
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
         ({"temperature": -0.1}, r"temperature = -0.1: give 0 \(greedy\) or 0.001"),
         ({"temperature": math.inf}, "temperature = inf"),
         ({"temperature": math.nan}, "temperature = nan"),
-        ({"top_k": 0}, "top_k = 0: give 1 or more, or None"),
+        ({"top_k": 0}, "top_k = 0: give a whole number from 1 on"),
         ({"top_k": -3}, "top_k = -3"),
+        ({"top_k": 2.5}, "top_k = 2.5"),
+        ({"seed": 1.5}, "seed = 1.5"),
         ({"top_p": 0}, "top_p = 0: give a probability above 0"),
         ({"top_p": 1.01}, "top_p = 1.01"),
         ({"top_p": math.nan}, "top_p = nan"),
@@ -321,3 +324,13 @@ def test_narrow_logits_are_widened():
 def test_settings_out_of_range_are_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.3}, {"top_k": 1}, {"min_p": 1}], ids=str)
+def test_a_greedy_row_does_not_know_its_neighbours(cut):
+    """Among equals it takes the first, also where a neighbour's cuts are made."""
+    logits = torch.tensor([[1.0, 5, 5, 5, 0], [0.0, 1, 2, 3, 4]])
+    alone = pick(logits[:1], settings_of(Sampling(temperature=0, **cut)), torch.zeros(1), n_ids=5)
+    both = settings_of(Sampling(temperature=0, **cut), Sampling(top_p=0.5, top_k=3, min_p=0.1))
+    beside = pick(logits, both, torch.full((2,), 0.7), n_ids=5)
+    assert beside.id[0] == alone.id[0] == 1

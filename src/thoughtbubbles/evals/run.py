@@ -24,7 +24,7 @@ from thoughtbubbles.evals.figures import draw_perplexity
 from thoughtbubbles.evals.perplexity import describe, perplexity, remarks, table_of
 from thoughtbubbles.evals.progress import Progress
 from thoughtbubbles.evals.settings import Evaluation
-from thoughtbubbles.model.budget import Budget
+from thoughtbubbles.generate.requests import budget_problem
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
@@ -40,7 +40,8 @@ def run(settings: Evaluation, *, device: str) -> dict[str, Any]:
     model = load_model(folder, device=device, dtype=torch.float64 if settings.dtype == "float64" else torch.float32)
     model.eval()
     budget = model.config.budget if settings.budget is None else settings.budget
-    Budget.of(budget, name="--budget").check_range(model.config.block_size, name="--budget")
+    if settings.budget is not None and (wrong := budget_problem(model.config, settings.budget)):
+        raise ValueError(f"--{wrong}")
     windows = windows_for(settings, model.config, tokenizer)
     path = _make_folder(settings) / RESULTS
     found = _perplexity(settings, model, windows, tokenizer)

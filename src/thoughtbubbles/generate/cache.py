@@ -85,6 +85,12 @@ class Cache(NamedTuple):
         """floor(r·(t+1)) of the next token t."""
         return (self.n_tokens + 1) * self.numerator // self.denominator
 
+    def has_room_for(self, config: ModelConfig, budget: Budget) -> bool:
+        shapes = span_shapes(config, capacity=self.capacity, budget=budget)
+        return len(shapes) == len(self.spans) and all(
+            span.token.shape[1] > shape.slots for span, shape in zip(self.spans, shapes, strict=True)
+        )
+
     def memory(self) -> "CacheMemory":
         """What the storage takes, counted on the tensors themselves; `cache_memory` predicts it."""
         bytes_of = lambda *names: sum(  # noqa: E731

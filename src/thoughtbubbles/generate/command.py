@@ -1,7 +1,7 @@
 """`thoughtbubbles generate`: text as it comes, on a terminal or into a pipe.
 
-Standard output has the prompt and the text that continues it, or one line of JSON; what is said about them goes to
-standard error.
+Standard output has the prompt and the text that continues it (below it the numbers of streams or their legend, if asked
+for), or one line of JSON; what is said about them goes to standard error.
 """
 
 import json
@@ -286,7 +286,7 @@ def summary(reader: Reader, written: Written) -> str:
         f"{count} new token{'s' * (count > 1)}" + (f" at {written.rate:,.1f} tokens/s" if written.rate else ""),
         f"prompt of {len(reader.prompt)} read in {written.prefill:.3f} s",
         f"{sum(written.streams) / count:.2f} streams a token"
-        + (f" of a budget of {reader.budget:g}" if reader.budget is not None else ""),
+        + (f" (budget {reader.budget:g}, over prompt and text)" if reader.budget is not None else ""),
         reader.method,
         f"seed {reader.request.sampling.seed}",
         f"ended: {why[written.finish or '']}",

@@ -90,6 +90,10 @@ def prefill(
         kind = ids.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         into = new_cache(model.config, rows=rows, capacity=capacity, budget=budgets, dtype=dtype, device=weight.device)
+    elif into.rows != rows or not into.has_room_for(model.config, budgets):
+        raise ValueError(
+            f"into is a cache of {into.rows} rows: give one of {rows}, made for these budgets or larger ones"
+        )
     numerator, denominator = budget_of_rows(budgets, rows, device=weight.device)
     return _fill(model, given, into._replace(numerator=numerator, denominator=denominator))
 

@@ -76,7 +76,7 @@ class Recomputed:
 
 
 class Graphed:
-    """`Cached` with steps replayed as one CUDA graph, over storage that serves every batch."""
+    """`Cached` with steps replayed as CUDA graphs, over storage that serves every batch."""
 
     def __init__(self, model: Thoughtbubbles, *, rows: int, capacity: int, budgets: Sequence[Number]):
         self.model = model

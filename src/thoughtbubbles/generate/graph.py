@@ -1,7 +1,7 @@
-"""A step as one CUDA graph: every shape fixed, the small parts compiled, the blocks on kernels made for few rows.
+"""A step as CUDA graphs: every shape fixed, the small parts compiled, the blocks on kernels made for few rows.
 
 On a GPU a step is hundreds of small kernels, and launching them one by one takes longer than running them. A graph
-replays them all at once. It needs fixed addresses and shapes: the cache is allocated once at full capacity, and every
+replays many at once. It needs fixed addresses and shapes: the cache is allocated once at full capacity, and every
 bubble has the largest width that the budgets and the fork layers allow (1, 2, 4, 8 with three). That costs little: a
 step's time is that of reading the weights, once for all streams.
 """
@@ -17,6 +17,8 @@ from thoughtbubbles.generate.cache import Cache, Span
 from thoughtbubbles.generate.decode import Parts, Prediction, View, advance, enter, next_logits, run_blocks
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
+
+WIDEST = 16  # four fork layers
 
 
 def fast_blocks(blocks: Sequence[Any], x: Tensor, span: Span, view: View, seen: int) -> Tensor:
@@ -53,7 +55,7 @@ def suits_kernels(model: Thoughtbubbles) -> bool:
 
 @once
 def fast_parts(*, kernels: bool) -> Parts:
-    compiled: list[Any] = [torch.compile(part, dynamic=False) for part in (enter, next_logits)]
+    compiled: list[Any] = [torch.compile(part, dynamic=False, fullgraph=True) for part in (enter, next_logits)]
     return Parts(enter=compiled[0], blocks=fast_blocks if kernels else run_blocks, logits=compiled[1])
 
 
@@ -68,6 +70,11 @@ class GraphStep:
         """`most`: streams that a bubble can have at the most under the budgets."""
         self.model, self.cache = model, cache
         self.widths = widths_within(model.config, most)
+        if max(self.widths) > WIDEST:
+            raise ValueError(
+                f"with {len(model.config.fork_layers)} fork layers a compiled step is {max(self.widths)} streams wide, "
+                f"and beyond {WIDEST} that takes far longer than what a token really needs: decode without compiling"
+            )
         fast = fast_parts(kernels=suits_kernels(model))
         self._blocks, self.parts = fast.blocks, Parts(fast.enter, self._blocks_and_cut, fast.logits)
         self.ids = torch.zeros_like(cache.n_tokens)
@@ -76,13 +83,16 @@ class GraphStep:
         self._pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        # Every span, batch size and model is a shape of its own, and none may fall back to running uncompiled.
+        with torch.cuda.stream(stream), torch._dynamo.config.patch(recompile_limit=1024):
             for _ in range(2):
                 self._step()  # compiles; with no active row it changes nothing
             torch.cuda.synchronize()
             self._begin_graph()
-            self._prediction = self._step()
-            self._graphs[-1].capture_end()
+            try:
+                self._prediction = self._step()
+            finally:
+                self._graphs[-1].capture_end()
         torch.cuda.current_stream().wait_stream(stream)
 
     def __call__(self) -> Prediction:

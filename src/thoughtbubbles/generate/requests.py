@@ -100,7 +100,7 @@ def generate(
     batch_size   requests at a time; those of like lengths go together
     on_error     what a bad request does. "raise": a ValueError before any work. "return": its completion has the
                  `error`, and all others are as they would be without it
-    compiled     on a GPU: many times faster, after half a minute of compiling
+    compiled     on a GPU: steps as CUDA graphs, many times faster after about twenty seconds of compiling
     """
     if batch_size < 1 or on_error not in ("raise", "return"):
         raise ValueError(f"batch_size = {batch_size}, on_error = {on_error!r}: give 1 or more; 'raise' or 'return'")
@@ -152,13 +152,9 @@ def problem(config: ModelConfig, request: Request, tokenizer: Tokenizer | None) 
             f"the tokenizer {tokenizer.name!r} has {tokenizer.size} ids, the model {config.vocab_size}: "
             "use the one it was trained with"
         )
-    if isinstance(request.stop, str) or not all(request.stop):
-        return f"stop = {request.stop!r}: give a tuple of texts, none of them empty"
-    n_ids, limit = _n_ids(config, tokenizer), config.block_size
-    if not isinstance(request.top, int) or not 0 <= request.top <= n_ids:
-        return f"top = {request.top!r}: give a whole number from 0 to {n_ids}"
-    if request.max_new is not None and (not isinstance(request.max_new, int) or request.max_new < 1):
-        return f"max_new = {request.max_new!r}: ask for 1 new token or more, or None for as many as fit"
+    if wrong_kind := _kind_problem(request, _n_ids(config, tokenizer)):
+        return wrong_kind
+    limit = config.block_size
     try:
         ids = _ids(request, tokenizer)
     except TypeError:
@@ -169,23 +165,44 @@ def problem(config: ModelConfig, request: Request, tokenizer: Tokenizer | None) 
         return f"the prompt has the id {wrong[0]}: the vocabulary has ids from 0 to {config.vocab_size - 1}"
     if len(ids) + (request.max_new or 1) > limit:
         return (
-            f"{len(ids)} tokens of prompt and {request.max_new or 1} new ones are more than block_size = {limit}, and "
+            f"a prompt of {len(ids)} and {request.max_new or 1} new tokens are more than block_size = {limit}, and "
             "a row does not slide past it: "
             + (f"ask for at most {limit - len(ids)}" if len(ids) < limit else f"shorten the prompt to {limit - 1}")
         )
-    return None if request.budget is None else _budget_problem(config, request.budget)
+    return None if request.budget is None else budget_problem(config, request.budget)
 
 
-def _budget_problem(config: ModelConfig, budget: Number) -> str | None:
+def _kind_problem(request: Request, n_ids: int) -> str | None:
+    if not isinstance(request.stop, tuple) or not all(isinstance(text, str) and text for text in request.stop):
+        return f"stop = {request.stop!r}: give a tuple of texts, none of them empty"
+    ends = request.end_ids
+    if ends is not None and not (isinstance(ends, tuple) and all(_is_whole(token) for token in ends)):
+        return f"end_ids = {ends!r}: give a tuple of ids, or None for the tokenizer's end of text"
+    if not isinstance(request.sampling, Sampling):
+        return f"sampling = {request.sampling!r}: give a Sampling"
+    if not _is_whole(request.top) or not 0 <= request.top <= n_ids:
+        return f"top = {request.top!r}: give a whole number from 0 to {n_ids}"
+    if request.max_new is not None and (not _is_whole(request.max_new) or request.max_new < 1):
+        return f"max_new = {request.max_new!r}: ask for 1 new token or more; leave it out for as many as fit"
+    return None
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def budget_problem(config: ModelConfig, budget: Number) -> str | None:
     try:
         exact = Budget.of(budget)
         exact.check_range(config.block_size)
     except ValueError as error:
         return str(error)
-    if exact.rows != 1 or isinstance(budget, (list, tuple)):
+    if isinstance(budget, (list, tuple)):
         return f"budget = {budget!r}: a request has one number"
+    if not config.fork_layers and exact != Budget.of(1):
+        return f"budget = {budget}: this model has no fork layers, so there is nothing to allow; leave budget out"
     if not config.fork_layers:
-        return f"budget = {budget}: this model has no fork layers, so every token has one stream; leave budget out"
+        return None
     if exact.numerator[0] > config.max_bubble * exact.denominator[0]:
         most, layers = config.max_bubble, len(config.fork_layers)
         return f"budget = {budget}: {layers} fork layers allow at most {most} streams a token"
@@ -255,8 +272,13 @@ def _decoder(
         raise ValueError(f"budget_mode = {budget_mode!r}: choose one of {get_args(BudgetMode)}")
     if (method or exact_method(config)) == "recomputed":
         if compiled:
-            raise ValueError("compiled = True needs the cache: every prefix would be a new shape to compile for")
+            raise ValueError("compiling needs the cache: without it every prefix would be a new shape to compile for")
         return Recomputed(model, budget_mode=budget_mode)
+    if config.fork_layers and (budget_mode or config.budget_mode) == "fixed" and config.selection == "causal":
+        raise ValueError(
+            "a fixed budget looks at the whole block, so it goes with models of block selection only: "
+            "leave the budget mode out"
+        )
     if config.fork_layers and (budget_mode or config.budget_mode) == "fixed":
         raise ValueError(
             "a fixed budget looks at the whole block, so no cache can follow it: use the method 'recomputed' with "
@@ -266,7 +288,7 @@ def _decoder(
     if not compiled:
         return Cached(model, capacity=capacity)
     if model.embedding.weight.device.type != "cuda":
-        raise ValueError("compiled = True needs a CUDA GPU: leave it out on other devices")
+        raise ValueError("compiling needs a CUDA GPU: leave it out on other devices")
     return Graphed(model, rows=rows, capacity=capacity, budgets=[row.budget for row in all_rows])
 
 

@@ -39,18 +39,24 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, right, remedy in (
+            ("temperature", is_temperature(self.temperature), "give 0 (greedy) or 0.001 and up"),
             (
-                "temperature",
-                self.temperature == 0 or 1e-3 <= self.temperature < math.inf,
-                "give 0 (greedy) or 0.001 and up",
+                "top_k",
+                self.top_k is None or (isinstance(self.top_k, int) and self.top_k >= 1),
+                "give a whole number from 1 on; leave it out for all tokens",
             ),
-            ("top_k", self.top_k is None or self.top_k >= 1, "give 1 or more, or None for all tokens"),
             ("top_p", 0 < self.top_p <= 1, "give a probability above 0 and up to 1 (all tokens)"),
             ("min_p", 0 <= self.min_p <= 1, "give a share from 0 (all tokens) to 1"),
             ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "give from 0.01 to 100; 1 is none"),
+            ("seed", isinstance(self.seed, int), "give a whole number"),
         ):
             if not right:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: {remedy}")
+
+
+def is_temperature(value: int | float) -> bool:
+    """0, or large enough that dividing logits by it stays within float32."""
+    return value == 0 or 1e-3 <= value < math.inf
 
 
 class Rows(NamedTuple):
@@ -123,19 +129,19 @@ def processed(
         logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
     if rows.only_greedy:
         return logits
-    logits = logits / rows.temperature.to(logits.dtype)
+    uncut = logits = logits / rows.temperature.to(logits.dtype)
     if rows.top_k is not None or rows.top_p is not None:
         logits = _cut(logits, rows, n_ids)
     if rows.min_p is not None:
         probability = logits.softmax(-1)
         least = rows.min_p.to(logits.dtype) * probability.amax(-1, keepdim=True)
         logits = logits.masked_fill(probability < least, -math.inf)
-    return logits
+    return torch.where(rows.greedy[:, None], uncut, logits)  # the likeliest token is never cut, whatever stands beside
 
 
 def _cut(logits: Float[Tensor, "B V"], rows: Rows, n_ids: int) -> Float[Tensor, "B V"]:
     """Top-k, and of what is left top-p: a token stays while those likelier than it have less than p together."""
-    ranked, order = logits.sort(dim=-1, descending=True)
+    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
     if rows.top_k is not None:
         least = ranked.gather(1, (rows.top_k - 1).clamp(max=n_ids - 1))
         ranked = ranked.masked_fill(ranked < least, -math.inf)  # equals of the k-th stay

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from thoughtbubbles.data.loader import Source
+from thoughtbubbles.generate.sample import is_temperature
 from thoughtbubbles.model.config import ModelConfig
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -156,7 +157,8 @@ class RunConfig:
             _require(0 < share <= 1, "save.milestones", share, "give shares of the run between 0 and 1, such as 0.5")
         _require(self.log.every >= 1, "log.every", self.log.every, "give 1 or more")
         _require(self.eval.tokens >= block, "eval.tokens", self.eval.tokens, f"give at least one row, {block}")
-        _require(self.eval.temperature >= 0, "eval.temperature", self.eval.temperature, "give 0 (greedy) or more")
+        heat = self.eval.temperature
+        _require(is_temperature(heat), "eval.temperature", heat, "give 0 (greedy) or 0.001 and up")
         micro = self.compute.micro_rows
         _require(
             micro is None or (micro >= 1 and self.rows % micro == 0),

@@ -220,9 +220,9 @@ class Trainer:
 
     def _sample(self) -> None:
         settings, tokenizer = self.config.eval, self.data.tokenizer
-        if settings.sample_tokens == 0 or tokenizer.size > self.config.model.vocab_size:
-            return
         limit = self.config.model.block_size
+        if settings.sample_tokens == 0 or tokenizer.size > self.config.model.vocab_size or limit < 2:
+            return
         for index, prompt in enumerate(settings.prompts):
             ids = (tokenizer.encode(prompt) or [tokenizer.end_of_text])[: limit - 1]
             request = Request(
