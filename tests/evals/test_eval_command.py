@@ -116,6 +116,7 @@ def test_a_causal_model_beside_its_run(trained, corpus, capsys):
     assert "causal selection, r = 2; 8 windows of 12 tokens" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny", "tiny-paper", "tiny-plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_narrow_numbers_stay_near(trained, corpus, tmp_path, name, dtype):

@@ -129,6 +129,7 @@ def test_text_is_flushed_piece_by_piece(folders, monkeypatch):
     assert watched.seen == [*expected, expected[-1] + "\n"]
 
 
+@pytest.mark.slow
 def test_seeds(folders, capsys):
     texts = [
         run(capsys, PROMPT, "--checkpoint", folders["causal"], "--max-new", "20", "--temperature", "2", *seed)[0]
@@ -137,6 +138,7 @@ def test_seeds(folders, capsys):
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.slow
 def test_both_methods_write_the_same_greedy_text(folders, capsys):
     same = (PROMPT, "--checkpoint", folders["causal"], *GREEDY, *EXACT)
     cached, recomputed = (run(capsys, *same, "--method", method) for method in ("cached", "recomputed"))
@@ -200,6 +202,7 @@ def per_character(ids: list[int], sizes: list[int]) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_digits_below_the_text_where_colours_are_lost(folders, capsys, monkeypatch):
     arguments = (PROMPT, "--checkpoint", folders["causal"], "--max-new", "40", "--show-bubbles", *EXACT)
     found = run_json(capsys, *arguments)
@@ -212,6 +215,7 @@ def test_digits_below_the_text_where_colours_are_lost(folders, capsys, monkeypat
     assert "digits: streams of each token" in err
 
 
+@pytest.mark.slow
 def test_colours_tell_the_streams(folders, capsys, monkeypatch):
     arguments = (PROMPT, "--checkpoint", folders["causal"], "--max-new", "40", "--show-bubbles", *EXACT)
     found = run_json(capsys, *arguments)
@@ -361,6 +365,7 @@ def test_as_a_process_it_writes_what_it_writes_here(folders, capsys):
     assert out.decode() == run(capsys, PROMPT, *options)[0]
 
 
+@pytest.mark.slow
 def test_a_reader_who_leaves_is_no_error(folders):
     process = start(PROMPT, "--checkpoint", folders["long"], "--method", "recomputed")
     assert os.read(process.stdout.fileno(), 5) == PROMPT.encode()[:5]
@@ -370,6 +375,7 @@ def test_a_reader_who_leaves_is_no_error(folders):
         assert process.stderr.read() == b""
 
 
+@pytest.mark.slow
 def test_an_interruption_keeps_what_is_written(folders):
     process = start(PROMPT, "--checkpoint", folders["long"], "--method", "recomputed")
     out = b""
