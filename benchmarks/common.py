@@ -96,10 +96,14 @@ def _without_places(arguments: list[str]) -> list[str]:
     return ["DIR" if before == "--data" else word for before, word in pairwise(["", *kept])]
 
 
+def slug(name: str) -> str:
+    """A machine's name as part of a file's."""
+    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+
+
 def write_results(benchmark: str, device: str, numbers: dict[str, Any], *, to: Path | None) -> Path:
     name = device_name(device)
-    slug = "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
-    path = (to or RESULTS) / f"{benchmark}-{slug}.json"
+    path = (to or RESULTS) / f"{benchmark}-{slug(name)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "benchmark": benchmark,

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS
+from common import RESULTS, slug
 
 DOCS = RESULTS.parents[1] / "docs"
 
@@ -205,10 +205,61 @@ def decode_table() -> str:
     return "\n".join([*lines, "", *facts])
 
 
+def train_step_table() -> str:
+    found = records("train_step")
+    if not found:
+        return "Not measured yet."
+    parts = []
+    for record in found:
+        parts += [
+            f"{record['machine']}; one large matrix product: {record['product_tflops']:.3g} TFLOP/s.",
+            "",
+            "| case | rows × tokens | forward + backward | full step | tokens/s | TFLOP/s | of the product's | "
+            "peak memory | compilation | same bits twice |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+            *(train_step_row(case) for case in record["cases"]),
+            "",
+            "| ratio | | |",
+            "| --- | --- | --- |",
+        ]
+        for bar in record["bars"]:
+            below = "" if bar["over"] == bar["case"] else f" / `{bar['over']}`"
+            parts.append(f"| {bar['what']} | `{bar['case']}`{below} | {bar['ratio']:.3f} |")
+        parts += ["", *train_step_facts(record)]
+    return "\n".join(parts)
+
+
+def train_step_row(case: dict[str, Any]) -> str:
+    if "error" in case:
+        return f"| `{case['name']}` | {case['error']} |" + " |" * 8
+    passes, step = case["forward_backward"], case["step"]
+    memory = "–" if step["peak_memory_GiB"] is None else f"{step['peak_memory_GiB']:.1f} GiB"
+    return (
+        f"| `{case['name']}` | {case['rows']} × {case['tokens']} | {passes['milliseconds']:.1f} ms "
+        f"({passes['low']:.1f}–{passes['high']:.1f}) | {step['milliseconds']:.1f} ms | "
+        f"{step['tokens_per_second']:,.0f} | {passes['tflops']:.4g} | {passes['share_of_product']:.1%} | {memory} | "
+        f"{case['compile_seconds']:.0f} s | {'yes' if case['same_bits_twice'] else 'no'} |"
+    )
+
+
+def train_step_facts(record: dict[str, Any]) -> list[str]:
+    checks = [case["check"] for case in record["cases"] if "error" not in case]
+    facts = f"- {record['machine']}: {source(record)}, Triton {record['triton'] or 'not there'}."
+    if checks:
+        loss, gradient, decisions = (max(check[name] for check in checks) for name in ("loss", "gradient", "decisions"))
+        facts += (
+            f" Against the reference path in float32, at most: loss off by {loss:.1e}, the whole gradient by "
+            f"{gradient:.1e} (relative), {decisions:.2%} of the candidates decided otherwise."
+        )
+    images = DOCS.glob(f"figures/train_step-{slug(record['machine'])}.png")
+    return [facts, *(f"\n![TFLOP/s and milliseconds of each case](../figures/{image.name})" for image in images)]
+
+
 TABLES = {
     DOCS / "index.md": {"loss": loss_table, "selection": selection_table, "memory": memory_table},
     DOCS / "guides" / "data.md": {"prepare": prepare_table, "loader": loader_table},
     DOCS / "guides" / "generation.md": {"decode": decode_table},
+    DOCS / "guides" / "speed.md": {"train-step": train_step_table},
     DOCS / "guides" / "training.md": {"train": train_table},
     DOCS / "log.md": {"loss-chunks": chunks_table, "effect": effect_table},
 }

@@ -52,6 +52,8 @@ def runnable(command: str) -> list[str]:
         words += (
             ["--tokens", "4096", "--eval.tokens", "512", "--eval.sample-tokens", "2"] if is_small else ["--dry-run"]
         )
+    if "bench" in words and "--list" not in words:
+        words += ["--quick", "--rows", "1", "--tokens", "16"]
     if "eval" in words and "--help" not in words:
         words += ["--windows", "2", "--tokens", "32"]
     return words
@@ -110,6 +112,10 @@ def test_links_lead_somewhere(page):
 
 def test_the_figure_is_what_its_script_draws():
     subprocess.run([sys.executable, ROOT / "docs" / "figures" / "method.py", "--check"], check=True)
+
+
+def test_the_figures_of_speed_are_drawn_from_what_was_measured():
+    subprocess.run([sys.executable, ROOT / "docs" / "figures" / "train_step.py", "--check"], check=True)
 
 
 def test_the_figure_follows_our_rules():

@@ -266,12 +266,65 @@ def generate(
     )
 
 
+def bench(
+    cases: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[CASE …]")] = (),
+    /,
+    *,
+    list: bool = False,
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    rows: int | None = None,
+    tokens: int | None = None,
+    repeats: int | None = None,
+    quick: bool = False,
+    data: Path | None = None,
+    out: Path | None = None,
+) -> None:
+    """Measure how fast a model trains on this machine: forward and backward, and the full step, side by side.
+
+    Before a case is timed, its loss and gradients are checked against the slow reference path. A case that fails, for
+    want of memory for instance, is reported, and the others go on.
+
+    Args:
+        cases: What to measure, each as SIZE-FORM, such as 150m-plain 150m-r2-causal-residual. By default, with a GPU,
+            all forms of 150m and three of 1.9b (some minutes); without one, forms of tiny.
+        list: Show all sizes and forms, and do nothing.
+        device: auto: cuda where there is one, else mps, else cpu.
+        rows: Rows of a batch, in place of the size's own. Fewer need less memory.
+        tokens: Tokens of a row, in place of the size's own (512 from 150m on). A plain-double row has twice as many.
+        repeats: Runs to take the median of; 20 on a GPU, 10 elsewhere.
+        quick: A first impression: 3 repeats and, unless cases are named, only plain and r2-causal-residual.
+        data: Measure on the text of a folder that `thoughtbubbles prepare` wrote; by default on random tokens, as
+            unevenly frequent as words are.
+        out: Also write all numbers to this file, as JSON.
+    """
+    from thoughtbubbles.train.bench_table import bench as run
+    from thoughtbubbles.train.bench_table import list_cases
+
+    if list:
+        list_cases()
+        return
+    run(
+        cases,
+        device=device,
+        rows=rows,
+        tokens=tokens,
+        repeats=repeats,
+        data=data,
+        out=out,
+        quick=quick,
+    )
+
+
 class Verb(NamedTuple):
     run: Callable[[Sequence[str]], None]
     summary: str
 
 
 VERBS = {
+    "bench": Verb(
+        lambda arguments: tyro.cli(bench, prog="thoughtbubbles bench", args=arguments),
+        "how fast a model trains here: milliseconds, TFLOP/s, memory",
+    ),
     "demo": Verb(demo, "a model with bubbles and a plain one side by side, in minutes"),
     "eval": Verb(evaluate, "perplexity in parallel and token by token"),
     "generate": Verb(

@@ -1,15 +1,23 @@
 """The fork layer: order, parentage, scores, gradients, and what each budget must keep or drop."""
 
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import lively_model, random_ids, small_config
+from helpers import SAME_FUNCTION, lively_model, random_ids, small_config
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.fork import FLOOR, ForkLayer
-from thoughtbubbles.model.selection import Rule
-from thoughtbubbles.model.streams import Streams
+from thoughtbubbles.model.selection import Rule, candidate_keys, candidate_levels, pack
+from thoughtbubbles.model.streams import Streams, is_original, take
 
 WIDTH = 6
 
@@ -107,3 +115,116 @@ def test_selection_has_no_gradient_but_scores_do():
     after.log_score.sum().backward()
     assert layer.score.weight.grad[0].abs().sum() == 0, "at r = 1 no fork survives, so fork scores reach nothing"
     assert layer.score.weight.grad[1].abs().sum() > 0
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+# Rows of three tokens, of two, and of one; 3 marks unused slots.
+TOKEN = torch.tensor([[0, 1, 1, 1, 2, 2], [0, 0, 1, 3, 3, 3], [0, 3, 3, 3, 3, 3]])
+LENGTHS = torch.tensor([3, 2, 1])
+
+
+def forked(layer: ForkLayer, x: torch.Tensor, log_score: torch.Tensor, selection: str, budget: float):
+    rule = Rule(selection, Budget.of(budget))
+    return layer(Streams(x, log_score, TOKEN), LENGTHS, n_tokens=3, rule=rule, layer=0)
+
+
+def as_autograd_has_it(layer: ForkLayer, x: torch.Tensor, log_score: torch.Tensor, record):
+    """The survivors by plain indexing, whose gradient autograd scatters."""
+    used = record.parent >= 0
+    parent = record.parent.clamp(min=0)
+    normed = torch.nn.functional.layer_norm(x, (WIDTH,), layer.norm.weight, layer.norm.bias, layer.norm.eps)
+    own = torch.nn.functional.logsigmoid(normed @ layer.score.weight.T).clamp(min=FLOOR)
+    candidates = (log_score[..., None] + own).flatten(1)
+    survivors = take(x, parent) + torch.where(record.is_fork[..., None], layer.embedding, 0)
+    scores = take(candidates, 2 * parent + ~record.is_fork)
+    return torch.where(used[..., None], survivors, 0), torch.where(used, scores, 0)
+
+
+@pytest.mark.parametrize(("selection", "budget"), [*product(["block", "causal"], [1, 1.5, 2, 4])])
+def test_the_gradient_is_that_of_plain_indexing(selection, budget):
+    layer = fork_layer(1)
+    x = torch.randn(3, 6, WIDTH).double().requires_grad_()
+    log_score = (-torch.rand(3, 6).double()).requires_grad_()
+    after, record = forked(layer, x, log_score, selection, budget)
+    expected = as_autograd_has_it(layer, x, log_score, record)
+    upstream = [torch.randn_like(t) for t in expected]
+    leaves = [x, log_score, *layer.parameters()]
+    assert torch.equal(after.x, expected[0])
+    torch.testing.assert_close(after.log_score, expected[1], atol=SAME_FUNCTION, rtol=SAME_FUNCTION)
+    grads = [torch.autograd.grad(out, leaves, upstream) for out in ((after.x, after.log_score), expected)]
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=SAME_FUNCTION, rtol=SAME_FUNCTION)
+
+
+def test_gradients_of_scores_against_differences():
+    layer = fork_layer(4)
+    x = (5 + 3 * torch.randn(2, 3, WIDTH)).double().requires_grad_()
+    weights = [layer.norm.weight, layer.norm.bias, layer.score.weight]
+    assert torch.autograd.gradcheck(lambda x, *_: layer.log_scores(x), [x, *weights])  # which moves them in place
+
+
+def test_gradients_of_padded_rows_against_differences():
+    layer = fork_layer(2)
+    x, log_score = torch.randn(3, 6, WIDTH).double(), -torch.rand(3, 6).double()
+
+    def run(x, log_score, embedding):
+        moved, _ = torch.func.functional_call(
+            layer,
+            {"embedding": embedding},
+            (Streams(x, log_score, TOKEN), LENGTHS),
+            {"n_tokens": 3, "rule": Rule("causal", Budget.of(1.5)), "layer": 0},
+        )
+        return moved.x, moved.log_score
+
+    leaves = [t.requires_grad_() for t in (x, log_score, layer.embedding.detach().clone())]
+    assert torch.autograd.gradcheck(run, leaves)
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("cases", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_kernels_count_and_pack_as_their_twins(cases):
+    """On the CPU, through Triton's interpreter, in a process of its own, since that is chosen at import."""
+    tests = Path(__file__).parents[1]
+    paths = [str(tests), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, str(tests / "model" / "fork_kernel_probe.py"), str(cases)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == {"cases": cases, "wrong": {}}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("selection", "budget"), [*product(["block", "causal"], [1, 1.5, 2, 4])])
+def test_a_gpu_decides_as_the_cpu_and_gives_the_same_bits_twice(selection, budget):
+    torch.manual_seed(0)
+    n_tokens, rows = 333, 5
+    lengths = torch.tensor([333, 300, 77, 2, 1])
+    token = torch.arange(n_tokens).repeat_interleave(3).repeat(rows, 1)
+    token = torch.where(token < lengths[:, None], token, n_tokens)
+    log_score = -torch.rand(token.shape)
+    log_score[:, ::7] = -0.5  # ties
+    original = is_original(token, n_tokens)
+    forced = torch.stack([torch.zeros_like(original), original], dim=-1).flatten(1)
+    both, owner = log_score.repeat_interleave(2, dim=1), token.repeat_interleave(2, dim=1)
+    key = candidate_keys(candidate_levels(both, owner, forced, n_tokens))
+    rule = Rule(selection, Budget.of(budget))
+    n_slots, found = rule.n_slots(token.shape[1], n_tokens), []
+    for device in ("cpu", "cuda"):
+        mask = rule.survives(key.to(device), owner.to(device), lengths.to(device), n_tokens)
+        found.append([mask.cpu(), *(t.cpu() for t in pack(mask, n_slots))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+    layer = fork_layer(0).float().cuda()
+    x = torch.randn(*token.shape, WIDTH, device="cuda", requires_grad=True)
+    scores = log_score.cuda().requires_grad_()
+    twice = []
+    for _ in range(2):
+        after, _ = layer(Streams(x, scores, token.cuda()), lengths.cuda(), n_tokens=n_tokens, rule=rule, layer=0)
+        loss = after.x.square().sum() + after.log_score.sin().sum()
+        twice.append(torch.autograd.grad(loss, [x, scores, *layer.parameters()]))
+    assert all(torch.equal(a, b) for a, b in zip(*twice, strict=True))

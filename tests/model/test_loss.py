@@ -1,9 +1,12 @@
 """The chunked losses against the dense form: every chunk size, any upstream gradient, and the memory they need."""
 
+import importlib.util
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import SAME_FUNCTION
+from helpers import BFLOAT16, SAME_FUNCTION, SAME_FUNCTION_FLOAT32
 from thoughtbubbles.model import head, loss
 from thoughtbubbles.model.loss import IGNORED, mean_loss, row_log_prob
 
@@ -249,3 +252,133 @@ def test_memory(form, bubbles, low, high):
     code = MEMORY.format(form=form, bubbles=bubbles)
     run = subprocess.run([sys.executable, "-c", code], cwd=benchmarks, capture_output=True, text=True, check=True)
     assert low < int(run.stdout) < high
+
+
+def probe(case: str) -> dict[str, Any]:
+    """On the CPU, through Triton's interpreter, in a process of its own, since that is chosen at import."""
+    script = Path(__file__).with_name("loss_kernel_probe.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, str(script), case], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@needs_triton
+@pytest.mark.slow  # the interpreter takes about ten seconds
+def test_the_kernel_against_float64():
+    for case, found in probe("kernel").items():
+        assert found["finite"], case
+        assert found["nll"] < SAME_FUNCTION_FLOAT32, case
+        assert found["score"] < SAME_FUNCTION_FLOAT32, case
+        rounding = BFLOAT16 if found["narrow"] else SAME_FUNCTION_FLOAT32
+        assert found["logits"] < rounding, case
+        assert found["worst"] < rounding, case
+
+
+@needs_triton
+@pytest.mark.slow
+def test_chunks_by_kernel_are_the_plain_chunks():
+    for case, found in probe("mean").items():
+        assert found["difference"] < (BFLOAT16 if found["narrow"] else SAME_FUNCTION_FLOAT32), case
+        assert found["same_bits"], case
+        assert found["same_without_gradients"], case
+
+
+@needs_triton
+def test_the_kernel_never_takes_a_wrong_target_for_another():
+    assert all(probe("no such target").values())
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "vocabulary", "overlap"),
+    [
+        ("cpu", 1000, 50304, 7),
+        ("meta", 1, 50304, 0),
+        ("meta", 65536, 50304, 7),
+        ("meta", 65536, 1000, 7),
+        ("meta", 8193, 50257, 0),
+        ("meta", 40000, 131072, 511),
+        ("meta", 300, 10**9, 7),
+    ],
+)
+def test_chunks_hold_all_rows_and_not_too_much(device, rows, vocabulary, overlap):
+    """A device that is no CPU is taken for a GPU: whole tiles of rows, and a bound on the bytes of their logits."""
+    hidden, weight = torch.empty(rows, 1, device=device), torch.empty(vocabulary, 1, device=device)
+    own = loss._chunk_rows(hidden, weight, overlap=overlap)
+    assert own >= 1
+    if device == "cpu":
+        assert own <= loss.CHUNK_ROWS["cpu"]
+    else:
+        assert (own + overlap) % loss.TILE == 0
+        most = loss.CHUNK_ROWS["cuda"] * loss.USUAL_VOCABULARY // vocabulary
+        assert own + overlap < most + overlap + loss.TILE
+
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+class GpuCase:
+    """Rows that are alone or in bubbles of up to 8, with about one target in eight ignored."""
+
+    def __init__(self, rows: int, width: int, vocabulary: int, *, mixture: bool, dtype: torch.dtype):
+        size = torch.randint(1, 9, (rows,)) if mixture else torch.ones(rows, dtype=torch.long)
+        token = torch.repeat_interleave(torch.arange(rows), size)[:rows].contiguous()
+        target = torch.randint(vocabulary, (rows,))
+        target[torch.rand(rows) < (rows > 1) / 8] = IGNORED
+        self.token, self.target, self.mixture, self.dtype = token.cuda(), target[token].cuda(), mixture, dtype
+        # The operands are numbers that bfloat16 has: what is left is the rounding of the logits' gradient.
+        hidden, weight = torch.randn(rows, width), torch.randn(vocabulary, width) / width**0.5
+        leaves = (hidden.bfloat16().float(), weight.bfloat16().float(), -6 * torch.rand(rows))
+        self.leaves = [leaf.cuda().requires_grad_() for leaf in leaves]
+
+    def value(self, leaves: list[torch.Tensor]) -> torch.Tensor:
+        hidden, weight, log_score = leaves
+        if not self.mixture:
+            return mean_loss(hidden, weight, self.target)
+        start = torch.searchsorted(self.token, self.token)
+        end = torch.searchsorted(self.token, self.token, right=True) - 1
+        return mean_loss(hidden, weight, self.target, log_score=log_score, start=start, end=end, max_bubble=8)
+
+    def ours(self) -> list[torch.Tensor]:
+        with torch.autocast("cuda", self.dtype, enabled=self.dtype != torch.float32):
+            value = self.value(self.leaves)
+        return [value.detach(), *torch.autograd.grad(3 * value, self.leaves[: 2 + self.mixture])]
+
+    def exact(self) -> list[torch.Tensor]:
+        """By the plain chunks in float64, which the tests above compare with the dense form."""
+        leaves = [leaf.detach().double().requires_grad_() for leaf in self.leaves]
+        value = self.value(leaves)
+        return [value.detach(), *torch.autograd.grad(3 * value, leaves[: 2 + self.mixture])]
+
+
+@pytest.mark.parametrize("mixture", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "width", "vocabulary", "dtype"),
+    [
+        (1, 64, 1000, torch.bfloat16),
+        (7, 768, 50304, torch.bfloat16),
+        (4097, 64, 1000, torch.bfloat16),
+        (4097, 768, 50304, torch.bfloat16),
+        (1025, 64, 50257, torch.bfloat16),
+        (1025, 64, 257, torch.float16),
+        (300, 33, 1001, torch.float32),
+    ],
+)
+class TestOnTheGpu:
+    pytestmark = gpu
+
+    def test_loss_and_gradients(self, rows, width, vocabulary, dtype, mixture, monkeypatch):
+        monkeypatch.setitem(loss.CHUNK_ROWS, "cuda", 1024 * vocabulary // loss.USUAL_VOCABULARY + 1)  # several chunks
+        case = GpuCase(rows, width, vocabulary, mixture=mixture, dtype=dtype)
+        for ours, exact in zip(case.ours(), case.exact(), strict=True):
+            bound = SAME_FUNCTION_FLOAT32 if dtype == torch.float32 or not exact.ndim else BFLOAT16
+            assert (ours.double() - exact).norm() <= bound * exact.norm() + SAME_FUNCTION_FLOAT32
+
+    def test_the_same_bits_twice(self, rows, width, vocabulary, dtype, mixture, monkeypatch):
+        monkeypatch.setitem(loss.CHUNK_ROWS, "cuda", 1024 * vocabulary // loss.USUAL_VOCABULARY + 1)
+        case = GpuCase(rows, width, vocabulary, mixture=mixture, dtype=dtype)
+        first, second = case.ours(), case.ours()
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

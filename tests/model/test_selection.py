@@ -187,9 +187,10 @@ def test_ranks_are_counts_over_all_pairs(tokens):
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 12))
 def test_pack(mask, n_slots):
     n_slots = min(n_slots, len(mask))  # a fork layer never has more slots than candidates
-    packed = pack(torch.tensor([mask]), n_slots)[0].tolist()
+    packed, place = pack(torch.tensor([mask]), n_slots)
     chosen = [i for i, yes in enumerate(mask) if yes]
-    assert packed == (chosen + [len(mask)] * n_slots)[:n_slots]
+    assert packed[0].tolist() == (chosen + [len(mask)] * n_slots)[:n_slots]
+    assert place[0].tolist() == [chosen.index(i) if i in chosen[:n_slots] else n_slots for i in range(len(mask))]
 
 
 def test_fixed_budget_ignores_the_length():

@@ -76,7 +76,7 @@ def test_decay_is_for_matrices_alone():
     optimizer = Optimizer(model, OptimConfig(lr=1e-2, weight_decay=0.5))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step(1e-2)
+    optimizer.step(1e-2, clip=0.0)
     for name, parameter in model.named_parameters():
         expected = before[name] * (1 - 5e-3) if parameter.ndim >= 2 else before[name]
         torch.testing.assert_close(parameter.detach(), expected)
@@ -107,7 +107,7 @@ def test_optimizer_state_survives(kind):
     def step(index, grads):
         for parameter, gradient in zip(models[index].parameters(), grads, strict=True):
             parameter.grad = gradient.clone()
-        optimizers[index].step(1e-2)
+        optimizers[index].step(1e-2, clip=1.0)
 
     step(0, gradients[0])
     step(0, gradients[1])
@@ -121,7 +121,9 @@ def test_optimizer_state_survives(kind):
 
 def test_differences_ignore_where_a_run_happens(tmp_path):
     base = small_run(tmp_path / "a")
-    moved = replace(small_run(tmp_path / "b", log_every=7, device="cpu", compute_micro_rows=1), name="other")
+    moved = replace(
+        small_run(tmp_path / "b", log_every=7, device="cpu", profile=True, compute_micro_rows=1), name="other"
+    )
     assert differences(base.as_dict(), moved.as_dict()) == []
     other = small_run(tmp_path / "a", optim_lr=1.0, seed=3)
     assert differences(base.as_dict(), other.as_dict()) == ["optim.lr was 0.002, is 1.0", "seed was 0, is 3"]

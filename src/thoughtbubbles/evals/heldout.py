@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -14,10 +15,14 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 
 def to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, targets and lengths on the device."""
+    return move(batch.ids, device), move(batch.targets, device), move(batch.lengths, device)
+
+
+def move(array: np.ndarray, device: torch.device) -> Tensor:
+    """To the device without waiting for it: a GPU copies from pinned memory when it gets there."""
     pin = device.type == "cuda"
-    arrays = [torch.from_numpy(array) for array in (batch.ids, batch.targets, batch.lengths)]
-    ids, targets, lengths = ((a.pin_memory() if pin else a).to(device, non_blocking=pin) for a in arrays)
-    return ids, targets, lengths
+    tensor = torch.from_numpy(array)
+    return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=pin)
 
 
 @torch.no_grad()

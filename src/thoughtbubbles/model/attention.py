@@ -4,7 +4,8 @@
 
 The paper's bias is c · log P. `reference` writes the matrix out. `fused` runs on a stock flash kernel, which takes no
 bias: q and k grow by 8 channels, two of which carry the bias as a high and a low part (so that bfloat16 keeps it), with
-ones on the query's side. No channel of q·k is lost, and nothing of size S × S is stored.
+ones on the query's side. No channel of q·k is lost, and nothing of size S × S is stored. In half precision on a GPU the
+fused path is a kernel of our own, which adds the bias in registers (model/kernels/attention.py).
 """
 
 import math
@@ -16,7 +17,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from thoughtbubbles.model import kernels
 from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.linear import Linear, product_dtype
 from thoughtbubbles.model.rope import Rotation, rotate
 from thoughtbubbles.model.streams import wide
 
@@ -101,13 +104,22 @@ class Attention(torch.nn.Module):
 
     def __init__(self, width: int, n_head: int):
         super().__init__()
-        self.n_head = n_head
-        self.qkv = torch.nn.Linear(width, 3 * width)
-        self.out = torch.nn.Linear(width, width)
+        self.n_head, self.head_size = n_head, width // n_head
+        self.qkv = Linear(width, 3 * width)
+        self.out = Linear(width, width)
+
+    def has_kernel(self, x: Float[Tensor, "B S D"]) -> bool:
+        return kernels.serve(x, product_dtype(x)) and self.head_size in (16, 32, 64, 128)
 
     def forward(
         self, x: Float[Tensor, "B S D"], turn: Rotation, by: Attenuation, path: AttentionPath
     ) -> tuple[Float[Tensor, "B S D"], Float[Tensor, "B N S S"] | None]:
+        if path is fused_attention and self.has_kernel(x):
+            from thoughtbubbles.model.kernels.attention import attend
+
+            qkv, shift = self.qkv.product(x), self.qkv.bias
+            heads = attend(qkv, shift, *turn, key_bias=by.key_bias, value=by.value, n_head=self.n_head)
+            return self.out(heads), None
         q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        heads, weights = path(rotate(q, turn), rotate(k, turn), v, by)
-        return self.out(heads.transpose(1, 2).flatten(2)), weights
+        turned, weights = path(rotate(q, turn), rotate(k, turn), v, by)
+        return self.out(turned.transpose(1, 2).flatten(2)), weights

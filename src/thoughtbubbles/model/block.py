@@ -9,17 +9,23 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from thoughtbubbles.model import kernels
 from thoughtbubbles.model.attention import Attention, AttentionPath, Attenuation
+from thoughtbubbles.model.linear import Linear, product_dtype
 from thoughtbubbles.model.rope import Rotation
 
 
 class MLP(nn.Module):
     def __init__(self, width: int):
         super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        self.up = Linear(width, 4 * width)
+        self.down = Linear(4 * width, width)
 
     def forward(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S D"]:
+        if kernels.serve(x, product_dtype(x)):
+            from thoughtbubbles.model.kernels.gelu import gelu
+
+            return self.down(gelu(self.up.product(x), self.up.bias))
         return self.down(F.gelu(self.up(x)))
 
 

@@ -9,15 +9,16 @@ parent. A surviving fork is its parent's x plus a learned embedding. Selection h
 attenuation of attention and residual writes, and through the merge.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from thoughtbubbles.model.selection import NextToken, Rule, candidate_keys, candidate_levels, pack
-from thoughtbubbles.model.streams import Streams, bubble_sizes, find_bubbles, is_original, take, wide
+from thoughtbubbles.model.streams import Streams, bubble_sizes, is_original, relocate, take, wide
 
 FLOOR = -20.0  # of one log score: exp(−20) is as good as deleted, and gradients stay finite
 
@@ -45,13 +46,44 @@ class ScoreHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(2, width))  # row 0 fork, row 1 keep
         self.bias = nn.Parameter(torch.empty(2)) if bias is not None else None
 
-    def forward(self, normed: Float[Tensor, "B S D"]) -> Float[Tensor, "B S 2"]:
-        # Products and a sum, no matrix product: neither autocast nor TF32 can round them, and they fuse with the norm.
-        weight = wide(self.weight)
-        z = torch.stack([(normed * weight[0]).sum(-1), (normed * weight[1]).sum(-1)], dim=-1)
+    def forward(self, x: Float[Tensor, "B S D"], norm: nn.LayerNorm) -> Float[Tensor, "B S 2"]:
+        z = _Scores.apply(wide(x), wide(norm.weight), wide(norm.bias), wide(self.weight), norm.eps)
         if self.bias is not None:
             z = z + wide(self.bias)
         return F.logsigmoid(z).clamp(min=FLOOR)
+
+
+class _Scores(torch.autograd.Function):
+    """z_k = Σ_d W_kd (γ_d x̂_d + β_d) with x̂ = (x − mean) / deviation, for k = fork, keep.
+
+    Its gradient needs no new sum over the width: with u_k = γ W_k, and Σ_d u_kd x̂_d = z_k − Σ_d W_kd β_d known,
+
+        ∂/∂x = Σ_k g_k (u_k − mean(u_k) − x̂ (Σ_d u_kd x̂_d) / D) / deviation,
+
+    and those of γ, β and W all follow from Σ g_k x̂ and Σ g_k over all streams: x is read twice and nothing of its
+    size is written but its gradient. Autograd's own way writes two more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed, mean, inverse = torch.native_layer_norm(x, (x.shape[-1],), scale, shift, eps)
+        # Products and a sum, no matrix product: neither autocast nor TF32 can round them, and they fuse with the norm.
+        z = torch.stack([(normed * weight[0]).sum(-1), (normed * weight[1]).sum(-1)], dim=-1)
+        ctx.save_for_backward(x, scale, shift, weight, mean, inverse, z)
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, shift, weight, mean, inverse, z = ctx.saved_tensors
+        unit = (x - mean) * inverse  # x̂
+        along = (upstream * (z - (weight * shift).sum(-1))).sum(-1, keepdim=True) / x.shape[-1]
+        centred = scale * weight - (scale * weight).mean(-1, keepdim=True)
+        fork, keep = upstream[..., :1], upstream[..., 1:]
+        x_gradient = (fork * centred[0] + keep * centred[1] - unit * along) * inverse
+        by_unit = torch.stack([(fork * unit).sum((0, 1)), (keep * unit).sum((0, 1))])
+        total = upstream.sum((0, 1))[:, None]
+        return x_gradient, (weight * by_unit).sum(0), (weight * total).sum(0), scale * by_unit + shift * total, None
 
 
 class ForkLayer(nn.Module):
@@ -63,9 +95,7 @@ class ForkLayer(nn.Module):
 
     def log_scores(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S 2"]:
         with torch.autocast(x.device.type, enabled=False):
-            norm = self.norm
-            normed = F.layer_norm(wide(x), norm.normalized_shape, wide(norm.weight), wide(norm.bias), norm.eps)
-            return self.score(normed)
+            return self.score(x, self.norm)
 
     def forward(
         self, streams: Streams, lengths: Int[Tensor, "B"], *, n_tokens: int, rule: Rule | NextToken, layer: int
@@ -73,21 +103,21 @@ class ForkLayer(nn.Module):
         own = self.log_scores(streams.x)
         log_score = (streams.log_score[..., None] + own).flatten(1)
         token = streams.token.repeat_interleave(2, dim=1)
-        original = is_original(streams.token, find_bubbles(streams.token, n_tokens), n_tokens)
+        original = is_original(streams.token, n_tokens)
         forced = torch.stack([torch.zeros_like(original), original], dim=-1).flatten(1)
 
         level = candidate_levels(log_score, token, forced, n_tokens)
         survives = rule.survives(candidate_keys(level), token, lengths, n_tokens)
-        chosen = pack(survives, rule.n_slots(streams.token.shape[1], n_tokens))
+        n_streams = streams.token.shape[1]
+        chosen, place = pack(survives, rule.n_slots(n_streams, n_tokens))
 
-        used = chosen < token.shape[1]
-        chosen = chosen.clamp(max=token.shape[1] - 1)
-        parent, is_fork = chosen // 2, (chosen % 2 == 0) & used
-        x = take(streams.x, parent) + torch.where(is_fork[..., None], self.embedding, 0).to(streams.x.dtype)
+        used = chosen < 2 * n_streams
+        parent, is_fork = chosen // 2, (chosen % 2 == 0) & used  # of no candidate: S, a slot past the end
+        x = relocate(streams.x, parent, place.unflatten(1, (n_streams, 2)))  # on as its fork, as itself, or not at all
         after = Streams(
-            x=x,
-            log_score=torch.where(used, take(log_score, chosen), 0),
-            token=torch.where(used, take(token, chosen), n_tokens),
+            x=x + torch.where(is_fork[..., None], self.embedding, 0).to(x.dtype),
+            log_score=relocate(log_score, chosen, place[..., None]),
+            token=torch.where(used, take(streams.token, parent.clamp(max=n_streams - 1)), n_tokens),
         )
         record = ForkRecord(
             layer=layer,

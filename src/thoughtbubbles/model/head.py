@@ -11,16 +11,31 @@ All three are mixtures of the rows that get decoded (`Rows`); the last two have 
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from thoughtbubbles.model.config import Merge
 from thoughtbubbles.model.loss import IGNORED, mean_loss, row_log_prob
-from thoughtbubbles.model.streams import Streams, bubble_scan, find_bubbles, originals, take, wide
+from thoughtbubbles.model.streams import (
+    Streams,
+    bubble_scan,
+    bubble_sizes,
+    find_bubbles,
+    is_original,
+    originals,
+    relocate,
+    streams_up_to,
+    take,
+    take_or_zero,
+    wide,
+)
+
+UNROLLED = 16  # streams of a bubble that are added up one after the other; more take a scan over the whole row
 
 
 class Rows(NamedTuple):
@@ -40,13 +55,16 @@ def rows_to_decode(
     if merge == "mixture":
         most = min(max_bubble, streams.token.shape[1])
         return Rows(norm(streams.x), streams.log_score, streams.token, n_tokens, most_per_token=most, is_mixture=True)
-    original = originals(streams.token, n_tokens)
-    x = streams.x if merge == "original" else _running_average(streams, n_tokens=n_tokens, max_bubble=max_bubble)
-    # A padded row has fewer tokens than T; the stand-ins past its end are marked unused.
-    tokens = torch.arange(n_tokens, device=original.device)
-    token = torch.where(take(streams.token, original) == tokens, tokens, n_tokens)
+    up_to, sizes = streams_up_to(streams.token, n_tokens), bubble_sizes(streams.token, n_tokens)
+    tokens, real = torch.arange(n_tokens, device=sizes.device), sizes > 0  # a padded row has fewer tokens than T
+    if merge == "original":
+        back = torch.where(is_original(streams.token, n_tokens), streams.token, n_tokens)
+        x = relocate(streams.x, torch.where(real, up_to - 1, streams.token.shape[1]), back[..., None])
+    else:
+        x = merge_residual(streams, n_tokens=n_tokens, max_bubble=max_bubble)
+    token = torch.where(real, tokens, n_tokens)
     alone = torch.zeros_like(token, dtype=streams.log_score.dtype)
-    return Rows(norm(take(x, original)), alone, token, n_tokens, most_per_token=1, is_mixture=False)
+    return Rows(norm(x), alone, token, n_tokens, most_per_token=1, is_mixture=False)
 
 
 def last_bubbles(streams: Streams, lengths: Int[Tensor, "B"], *, n_tokens: int, max_bubble: int) -> Streams:
@@ -59,16 +77,48 @@ def last_bubbles(streams: Streams, lengths: Int[Tensor, "B"], *, n_tokens: int, 
     return Streams(take(streams.x, slot), log_score, torch.where(used, 0, 1))
 
 
-def _running_average(streams: Streams, *, n_tokens: int, max_bubble: int) -> Float[Tensor, "B S D"]:
-    """Each stream's score-weighted average with those left of it in its bubble; the original has the bubble's own."""
+def merge_residual(streams: Streams, *, n_tokens: int, max_bubble: int) -> Float[Tensor, "B T D"]:
+    """m_t = Σ_j w_j x_j over the bubble of each token t, w = softmax of its log scores; 0 past a padded row's end."""
     start, end = find_bubbles(streams.token, n_tokens)
-    largest = bubble_scan(streams.log_score.detach(), start, torch.maximum, max_bubble=max_bubble)
-    score = (streams.log_score - take(largest, end)).exp()  # relative to the bubble's best, so the sum cannot underflow
-    weighted = bubble_scan(score[..., None] * wide(streams.x), start, torch.add, max_bubble=max_bubble)
-    total = bubble_scan(score, start, torch.add, max_bubble=max_bubble)
-    # Only originals are decoded. Elsewhere the total may have underflowed, so nothing is divided by it bare.
-    total = torch.where(total > 0, total, 1)
-    return (weighted / total[..., None]).to(streams.x.dtype)
+    log_score, most = streams.log_score.detach(), min(max_bubble, streams.token.shape[1])
+    largest = bubble_scan(log_score, start, torch.maximum, max_bubble=most)
+    score = (log_score - take(largest, end)).exp()  # relative to the bubble's best, so the sum is at least 1
+    weight = score / take(bubble_scan(score, start, torch.add, max_bubble=most), end)
+    merged = _Merge.apply(streams.x, streams.log_score, weight, streams.token, start, n_tokens, most)
+    return merged.to(streams.x.dtype)
+
+
+class _Merge(torch.autograd.Function):
+    """The weighted sum, with both gradients as gathers from the token's gradient g_t: no scatter of whole residuals.
+
+    ∂/∂x_j = w_j g_t,    ∂/∂(log score)_j = w_j (x_j − m_t)·g_t    through the softmax, whose weights are given.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, log_score: Tensor, weight: Tensor, token: Tensor, start: Tensor, n_tokens: int, most: int
+    ) -> Tensor:
+        up_to, sizes = streams_up_to(token, n_tokens), bubble_sizes(token, n_tokens)
+        if most <= UNROLLED:
+            merged = weight.new_zeros(())
+            for j in range(most):
+                slot = (up_to - 1 - j).clamp(min=0)
+                share = torch.where(j < sizes, take(weight, slot), 0)
+                merged = merged + share[..., None] * wide(take(x, slot))
+        else:
+            merged = bubble_scan(weight[..., None] * wide(x), start, torch.add, max_bubble=most)
+            merged = take_or_zero(merged, torch.where(sizes > 0, up_to - 1, x.shape[1]))
+        ctx.save_for_backward(x, weight, token, merged)
+        return merged
+
+    @staticmethod
+    @once_differentiable  # the weights are constants here
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, token, merged = ctx.saved_tensors
+        upstream = take_or_zero(upstream, token)  # token = T in unused slots: none
+        away = wide(x) - take(merged, token.clamp(max=merged.shape[1] - 1))
+        x_gradient = (weight[..., None] * upstream).to(x.dtype)
+        return x_gradient, weight * (away * upstream).sum(-1), None, None, None, None, None
 
 
 def logits(rows: Rows, weight: Float[Tensor, "V D"]) -> Float[Tensor, "B T V"]:

@@ -10,6 +10,7 @@ causal  Token t decides with what is known at t, and no decision is ever revised
         In closed form A_t = S_t + min(0, min_{j≤t}(cap_j − S_j)), where S is the running sum of s: no loop over tokens.
 """
 
+import importlib.util
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ ORIGINAL = 1  # the level of an original's keep candidate: log scores are ≤ 0,
 UNUSED = -(2**30)  # the level of unused slots: below every other
 RUN = 64  # candidates compared pair by pair when ranks are counted: near the square root of what a row usually has
 STRIDE = 2**32  # levels are this far apart, which leaves room for the candidate's index
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # then a GPU counts and packs with kernels/fork.py
 
 
 class Rule(NamedTuple):
@@ -115,6 +117,8 @@ def candidate_keys(level: Int[Tensor, "B C"]) -> Int[Tensor, "B C"]:
 
 
 def select_block(key: Int[Tensor, "B C"], cap: Int[Tensor, "B 1"]) -> Bool[Tensor, "B C"]:
+    if key.is_cuda and HAS_TRITON:
+        return _rank_in_row(key) < cap
     ranked = key.sort(dim=-1, descending=True).values
     smallest_survivor = ranked.gather(-1, (cap - 1).clamp(max=key.shape[1] - 1))
     return key >= smallest_survivor
@@ -122,7 +126,7 @@ def select_block(key: Int[Tensor, "B C"], cap: Int[Tensor, "B 1"]) -> Bool[Tenso
 
 def select_causal(key: Int[Tensor, "B C"], token: Int[Tensor, "B C"], cap: Int[Tensor, "#B T"]) -> Bool[Tensor, "B C"]:
     batch, n_tokens = key.shape[0], cap.shape[1]
-    rank, rank_in_bubble = ranks(key, token, n_tokens)
+    rank, rank_in_bubble = _ranks(key, token) if key.is_cuda and HAS_TRITON else ranks(key, token, n_tokens)
 
     passes = rank < take(_with_unused(cap.expand(batch, -1)), token)
     passed = F.pad(passes.cumsum(-1), (1, 0))
@@ -166,8 +170,54 @@ def _with_unused(per_token: Int[Tensor, "B T"]) -> Int[Tensor, "B T+1"]:
     return F.pad(per_token, (0, 1))
 
 
-def pack(survives: Bool[Tensor, "B C"], n_slots: int) -> Int[Tensor, "B n"]:
-    """The surviving candidates in their order, one a slot; C (no candidate) in the slots left over at the right."""
-    n_candidates = survives.shape[1]
-    candidate = torch.arange(n_candidates, device=survives.device)
-    return torch.where(survives, candidate, n_candidates).sort(dim=-1).values[:, :n_slots]
+def pack(survives: Bool[Tensor, "B C"], n_slots: int) -> tuple[Int[Tensor, "B n"], Int[Tensor, "B C"]]:
+    """The surviving candidates in their order, one a slot, and the other way round the slot of each candidate.
+
+    In the slots left over at the right stands C (no candidate), and at a candidate that was dropped n (no slot).
+    """
+    if survives.is_cuda and HAS_TRITON:
+        return _pack(survives, n_slots)
+    filled = survives.cumsum(-1)
+    place = torch.where(survives & (filled <= n_slots), filled - 1, n_slots)
+    chosen = place.new_full((place.shape[0], n_slots + 1), place.shape[1])  # the last column takes all that are dropped
+    return chosen.scatter(1, place, slots(place).expand_as(place))[:, :n_slots], place
+
+
+# The kernels, opaque to torch.compile. Nothing here has a gradient.
+
+
+@torch.library.custom_op("thoughtbubbles::ranks", mutates_args=())
+def _ranks(key: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    from thoughtbubbles.model.kernels import fork
+
+    return fork.ranks(key, token)
+
+
+@torch.library.custom_op("thoughtbubbles::rank_in_row", mutates_args=())
+def _rank_in_row(key: Tensor) -> Tensor:
+    from thoughtbubbles.model.kernels import fork
+
+    return fork.rank_in_row(key)
+
+
+@torch.library.custom_op("thoughtbubbles::pack", mutates_args=())
+def _pack(survives: Tensor, n_slots: int) -> tuple[Tensor, Tensor]:
+    from thoughtbubbles.model.kernels import fork
+
+    return fork.pack(survives, n_slots)
+
+
+@_ranks.register_fake
+def _(key, token):  # type: ignore[no-untyped-def]
+    return key.new_empty(key.shape, dtype=torch.int32), key.new_empty(key.shape, dtype=torch.int32)
+
+
+@_rank_in_row.register_fake
+def _(key):  # type: ignore[no-untyped-def]
+    return key.new_empty(key.shape, dtype=torch.int32)
+
+
+@_pack.register_fake
+def _(survives, n_slots):  # type: ignore[no-untyped-def]
+    place = survives.new_empty(survives.shape, dtype=torch.int64)
+    return place.new_empty(survives.shape[0], n_slots), place

@@ -11,9 +11,10 @@ A row with two tokens, of which the second has forked once (letters are tokens, 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -50,31 +51,34 @@ def slots(token: Int[Tensor, "B S"]) -> Int[Tensor, "1 S"]:
     return torch.arange(token.shape[1], device=token.device)[None]
 
 
-def bubble_sizes(token: Int[Tensor, "B S"], n_tokens: int) -> Int[Tensor, "B T"]:
-    """Streams (or candidates) of each token; 0 past a padded row's end."""
-    if n_tokens == 1:  # a step of decoding: no scatter, which would be a kernel of its own
-        return (token == 0).sum(1, keepdim=True)
-    none = token.new_zeros(token.shape[0], n_tokens + 1)
-    return none.scatter_add(1, token, torch.ones_like(token))[:, :n_tokens]
+def is_original(token: Int[Tensor, "B S"], n_tokens: int) -> Bool[Tensor, "B S"]:
+    """A token's original is the last stream of its bubble."""
+    return token != F.pad(token[:, 1:], (0, 1), value=n_tokens)
 
 
 def streams_up_to(token: Int[Tensor, "B S"], n_tokens: int) -> Int[Tensor, "B T"]:
-    """How many streams (or candidates) the tokens 0 … t have together, for each t."""
-    return bubble_sizes(token, n_tokens).cumsum(1)
+    """How many streams (or candidates) the tokens 0 … t have together, for each t: up to its original all slots."""
+    n_used = (token < n_tokens).sum(1, keepdim=True)
+    if n_tokens == 1:  # a step of decoding: no scatter, which would be a kernel of its own
+        return n_used
+    # Each token is written once (what else there is goes to column T), or never, past a padded row's end.
+    column = torch.where(is_original(token, n_tokens), token, n_tokens)
+    count = (slots(token) + 1).int().expand_as(token)  # compiled for a GPU, an int64 scatter would not fuse
+    return n_used.int().expand(-1, n_tokens + 1).scatter(1, column, count)[:, :n_tokens].long()
+
+
+def bubble_sizes(token: Int[Tensor, "B S"], n_tokens: int) -> Int[Tensor, "B T"]:
+    """Streams (or candidates) of each token; 0 past a padded row's end."""
+    up_to = streams_up_to(token, n_tokens)
+    return up_to - F.pad(up_to[:, :-1], (1, 0))
 
 
 def find_bubbles(token: Int[Tensor, "B S"], n_tokens: int) -> Bubbles:
+    up_to = streams_up_to(token, n_tokens)
     own = token.clamp(max=n_tokens - 1)
-    sizes = bubble_sizes(token, n_tokens)
-    end = take(sizes.cumsum(1), own) - 1
-    start = end + 1 - take(sizes, own)
+    start, end = take(F.pad(up_to[:, :-1], (1, 0)), own), take(up_to, own) - 1
     used = token < n_tokens
     return Bubbles(torch.where(used, start, slots(token)), torch.where(used, end, slots(token)))
-
-
-def is_original(token: Int[Tensor, "B S"], bubbles: Bubbles, n_tokens: int) -> Bool[Tensor, "B S"]:
-    """A token's original is the last stream of its bubble."""
-    return (slots(token) == bubbles.end) & (token < n_tokens)
 
 
 def originals(token: Int[Tensor, "B S"], n_tokens: int) -> Int[Tensor, "B T"]:
@@ -93,6 +97,37 @@ def take(values: Tensor, slot: Int[Tensor, "B n"]) -> Tensor:
     trailing = values.shape[2:]
     index = slot.reshape(*slot.shape, *(1 for _ in trailing)).expand(*slot.shape, *trailing)
     return values.gather(1, index)
+
+
+def take_or_zero(values: Tensor, slot: Int[Tensor, "B n"]) -> Tensor:
+    """As `take`; a slot past the end stands for none, and gives 0."""
+    taken = take(values, slot.clamp(max=values.shape[1] - 1))
+    there = (slot < values.shape[1]).reshape(*slot.shape, *(1 for _ in values.shape[2:]))
+    return torch.where(there, taken, 0)
+
+
+def relocate(values: Tensor, source: Int[Tensor, "B n"], places: Int[Tensor, "B S k"]) -> Tensor:
+    """`take_or_zero(values, source)` where it is known to which k slots each value goes (n: to none).
+
+    Then the gradient is a gather as well, of at most k slots a value. By itself autograd would scatter and add, with
+    atomics: slower, and the last bits of a sum of three would not be the same every time.
+    """
+    return _Relocate.apply(values, source, places)
+
+
+class _Relocate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, source: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return take_or_zero(values, source)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        gradient = take_or_zero(upstream, places[..., 0])
+        for k in range(1, places.shape[-1]):
+            gradient = gradient + take_or_zero(upstream, places[..., k])
+        return gradient, None, None
 
 
 def bubble_scan(

@@ -136,14 +136,14 @@ class Thoughtbubbles(nn.Module):
         path = PATHS["reference" if keep_attention else self.attention]
         streams, forks, attention = self.run_layers(given, path, keep_attention=keep_attention)
         n_tokens, targets, table = given.ids.shape[1], given.targets, self.embedding.weight
-        rows = self.rows_to_decode(streams, n_tokens)
-        logits = head.logits(rows, table) if "logits" in want or "log_probs" in want else None
-        loss = nll = None
+        logits = loss = nll = None
+        if "logits" in want or "log_probs" in want:
+            logits = head.logits(self.rows_to_decode(streams, n_tokens), table)
         if targets is not None and "token_nll" in want:
-            nll = head.token_nll(rows, table, targets)
+            nll = head.token_nll(self.rows_to_decode(streams, n_tokens), table, targets)
             loss = nll.sum() / (targets != IGNORED).sum().clamp(min=1)
         elif targets is not None:
-            loss = head.mean_nll(rows, table, targets)
+            loss = self.mean_nll(streams, targets)
         return Output(
             streams,
             loss=loss,
@@ -161,7 +161,7 @@ class Thoughtbubbles(nn.Module):
     ) -> tuple[Streams, tuple[ForkRecord, ...], tuple[Tensor, ...]]:
         n_tokens = given.ids.shape[1]
         streams = self.embed(given)
-        turn = self.rotation(streams, n_tokens)
+        turn, _ = self.arrange(streams, n_tokens)
         by = Attenuation()  # every score is 1 before the first fork layer
         forks: list[ForkRecord] = []
         attention: list[Tensor] = []
@@ -169,8 +169,7 @@ class Thoughtbubbles(nn.Module):
             if layer in self.config.fork_layers:
                 fork = self.forks[str(layer)]
                 streams, record = fork(streams, given.lengths, n_tokens=n_tokens, rule=given.rule, layer=layer)
-                turn = self.rotation(streams, n_tokens)
-                by = attenuation(streams.log_score, self.config)
+                turn, by = self.arrange(streams, n_tokens)
                 forks.append(record)
             x, weights = block(streams.x, turn, by, path)
             streams = Streams(x, streams.log_score, streams.token)
@@ -181,6 +180,10 @@ class Thoughtbubbles(nn.Module):
     def rows_to_decode(self, streams: Streams, n_tokens: int) -> head.Rows:
         merge, max_bubble = self.config.merge, self.config.max_bubble
         return head.rows_to_decode(streams, merge, self.final_norm, n_tokens=n_tokens, max_bubble=max_bubble)
+
+    def mean_nll(self, streams: Streams, targets: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
+        """The training loss."""
+        return head.mean_nll(self.rows_to_decode(streams, targets.shape[1]), self.embedding.weight, targets)
 
     def next_logits(self, streams: Streams, lengths: Int[Tensor, "B"], n_tokens: int) -> Float[Tensor, "B V"]:
         bubbles = head.last_bubbles(streams, lengths, n_tokens=n_tokens, max_bubble=self.config.max_bubble)
@@ -195,6 +198,7 @@ class Thoughtbubbles(nn.Module):
             x, token = x.repeat_interleave(copies, dim=1), token.repeat_interleave(copies, dim=1)
         return Streams(x, torch.zeros_like(token, dtype=wide_dtype(x.dtype)), token)
 
-    def rotation(self, streams: Streams, n_tokens: int) -> Rotation:
-        bubbles = find_bubbles(streams.token, n_tokens)
-        return rotation(positions(streams.token, bubbles, streams.log_score.dtype), self.config.head_size)
+    def arrange(self, streams: Streams, n_tokens: int) -> tuple[Rotation, Attenuation]:
+        """What all blocks up to the next fork layer need to know of the streams: where they stand, and their scores."""
+        position = positions(streams.token, find_bubbles(streams.token, n_tokens), streams.log_score.dtype)
+        return rotation(position, self.config.head_size), attenuation(streams.log_score, self.config)

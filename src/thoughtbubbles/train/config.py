@@ -58,6 +58,8 @@ class ComputeConfig:
     """Of matrix products; weights, residual, scores and loss stay float32. auto: bf16 on CUDA, float32 elsewhere."""
     compile: bool | None = None
     """torch.compile for each block. By default on CUDA only."""
+    graph: bool | None = None
+    """Replay forward and backward as one CUDA graph. By default on CUDA, where torchrun has not started the run."""
     recompute: bool = False
     """Activation checkpointing: blocks are computed again in the backward, for less memory."""
     micro_rows: int | None = None
@@ -124,6 +126,8 @@ class RunConfig:
     """Held-out loss and samples."""
     log: LogConfig = field(default_factory=LogConfig)
     """What is shown and written."""
+    profile: bool = False
+    """Watch a few steps after the warm-up: a trace and a table of where the time goes, in the run's folder."""
     seed: int = 0
     """Of the initial weights, the order of the data and the samples."""
     out: Path | None = None
@@ -202,6 +206,16 @@ class RunConfig:
         """Counted in finished steps."""
         return {max(1, round(share * self.steps)) for share in self.save.milestones}
 
+    def logs_after(self, step: int) -> bool:
+        """`step` counts finished steps, here and below."""
+        return step % self.log.every == 0 or step == self.steps
+
+    def saves_after(self, step: int) -> bool:
+        return step == self.steps or step in self.milestone_steps or _is_multiple(step, self.save.every)
+
+    def evaluates_after(self, step: int) -> bool:
+        return step == self.steps or _is_multiple(step, self.eval.every)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return _plain(asdict(self))
@@ -225,10 +239,14 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 # Where a run happens, what is logged, kept and evaluated; nothing that the weights depend on.
 MAY_CHANGE = {
-    *("name", "out", "init_from", "save", "eval", "log", "optim.max_skipped"),
+    *("name", "out", "init_from", "save", "eval", "log", "profile", "optim.max_skipped"),
     "data",  # compared by content, see `RunData.fingerprints`
-    *("device", "compute.compile", "compute.recompute", "compute.micro_rows"),
+    *("device", "compute.compile", "compute.graph", "compute.recompute", "compute.micro_rows"),
 }
+
+
+def _is_multiple(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _plain(value: Any) -> Any:

@@ -4,11 +4,16 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from thoughtbubbles.data.loader import Batch, HeldOut, Loader, Source, micro_steps, rows_of_rank
+import numpy as np
+from torch import Tensor
+
+from thoughtbubbles.data.loader import IGNORED, Batch, HeldOut, Loader, Source, micro_steps, rows_of_rank
 from thoughtbubbles.data.stdlib import write_stdlib
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.evals.heldout import move, to_device
 from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.parallel import World
 
@@ -17,6 +22,15 @@ MADE_HERE: dict[str, Callable[[Path], None]] = {
     "synthetic": partial(write_synthetic, n_tokens=1_000_000, seed=0),
     "stdlib": write_stdlib,
 }
+
+
+class StepInputs(NamedTuple):
+    """What one rank needs for a step, on its device."""
+
+    step: int
+    micros: list[tuple[Tensor, Tensor, Tensor]]  # ids, targets and lengths of each forward
+    real: Tensor  # how many real targets each forward has
+    all_real: Tensor  # of the whole step, over all ranks
 
 
 class RunData:
@@ -57,6 +71,17 @@ class RunData:
             for index in range(self.n_micro)
         )
         return [self.loader.batch(n, first, count) for first, count in parts]
+
+    def inputs(self, n: int) -> StepInputs:
+        """Step n on the device. Nothing here waits for it: made while it works on step n − 1, they are there in time.
+
+        A collective where there are several ranks.
+        """
+        batches, device = self.micro_batches(n), self.world.device
+        wide = np.float32 if device.type == "mps" else np.float64
+        counts = np.array([(batch.targets != IGNORED).sum() for batch in batches], dtype=wide)
+        real = move(counts, device)
+        return StepInputs(n, [to_device(batch, device) for batch in batches], real, self.world.total(real.sum()))
 
     def held_out_batches(self) -> Iterator[Batch]:
         """This rank's rows of every held-out batch: all ranks go through equally many forwards."""

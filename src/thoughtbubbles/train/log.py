@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from thoughtbubbles.checkpoint import write_json
@@ -97,6 +97,10 @@ class Log:
     def say(self, text: str) -> None:
         if self.is_first:
             self.console.print(text, markup=False)
+
+    def show(self, table: RenderableType) -> None:
+        if self.is_first:
+            self.console.print(table)
 
     def close(self) -> None:
         if self._progress is not None:

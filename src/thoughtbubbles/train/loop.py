@@ -2,6 +2,9 @@
 
 Step n reads batch n and draws its random numbers from (seed, n), so the number of finished steps is all the state there
 is besides weights and optimizer, and a run that is killed and resumed gives the same bits as one that is not.
+
+The device is never kept waiting within a step: `launch` queues all of it, and the next step's batches behind it, before
+`read` looks at the numbers.
 """
 
 import math
@@ -11,28 +14,31 @@ import sys
 import traceback
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from thoughtbubbles import __version__
-from thoughtbubbles.data.loader import Batch
-from thoughtbubbles.evals.heldout import held_out_sums, to_device
+from thoughtbubbles.evals.heldout import held_out_sums
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.model.cost import cost
-from thoughtbubbles.model.loss import IGNORED
+from thoughtbubbles.model.fork import ForkRecord
 from thoughtbubbles.train.config import RunConfig
-from thoughtbubbles.train.data import RunData
+from thoughtbubbles.train.data import RunData, StepInputs
 from thoughtbubbles.train.forks import fork_statistics
 from thoughtbubbles.train.log import Log, Speed, peak_tflops
-from thoughtbubbles.train.optim import Optimizer, clip, learning_rate
-from thoughtbubbles.train.parallel import World, find_precision, join, parallelize, sync_gradients
+from thoughtbubbles.train.optim import Optimizer, learning_rate
+from thoughtbubbles.train.parallel import World, find_precision, join, parallelize, sync_gradients, uses_graph
+from thoughtbubbles.train.passes import Micro, Passes
+from thoughtbubbles.train.precision import Products
 from thoughtbubbles.train.start import build_model, describe, find_checkpoint, own_folder, same_run
 from thoughtbubbles.train.state import Checkpoints, SaveError, clean, folder_name, restore, set_aside
+from thoughtbubbles.train.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,16 @@ class Result:
     step: int
     finished: bool  # False: stopped by a signal, to be resumed
     held_out: dict[str, float]  # loss of each source at the last evaluation
+
+
+class Launched(NamedTuple):
+    """A step that the device is working on."""
+
+    numbers: Tensor  # loss, gradient norm, real targets, and whether a rank was asked to stop: one copy reads them all
+    lr: float
+    forks: tuple[ForkRecord, ...] | None  # of the last forward, if this step is logged
+    lengths: Tensor
+    n_tokens: int
 
 
 def train(config: RunConfig, *, resume: bool = False) -> Result:
@@ -74,6 +90,10 @@ class Trainer:
         self.model = build_model(config if found is None else replace(config, init_from=None), self.log.say)
         self.model.to(world.device, torch.float64 if self.precision == "float64" else torch.float32)
         parallelize(self.model, world, config.compute)
+        self.products = Products(
+            self.model, self.precision, device=world.device.type, is_sharded=world.is_distributed
+        )
+        self.passes = Passes(self.model, self.products, graph=uses_graph(config.compute, world))
         self.optimizer = Optimizer(self.model, config.optim)
         self.checkpoints = Checkpoints(
             self.folder,
@@ -86,7 +106,7 @@ class Trainer:
         if found is not None and state is not None:
             restore(found, self.model, self.optimizer, world)
             self.done, self.skipped_in_a_row = state["step"], state["skipped_in_a_row"]
-        self._ahead: tuple[int, list[Batch]] = (-1, [])  # the next step's batches, made while the device still works
+        self._ahead: StepInputs | None = None  # of the next step
         self.held_out: dict[str, float] = {}
         self._asked_to_stop = False  # by a signal to this rank
         self._stop = False  # as agreed by all ranks
@@ -106,12 +126,18 @@ class Trainer:
             world=self.world.size,
             tokens=self.done * config.tokens_per_step,
         )
+        watch = Watch(config, self.world, self.log, begin=self.done)
         try:
             with self._signals():
-                if self.done and self._evaluation_is_due():  # a kill may have come before it
+                if self.done and config.evaluates_after(self.done):  # a kill may have come before it
                     self.evaluate()
                 while self.done < config.steps and not self._stop:
-                    self._round(speed)
+                    if watch.is_due(self.done):
+                        watch.look(lambda: self._round(speed), is_over=lambda: self._stop)
+                        speed.pause(self.done * config.tokens_per_step)
+                    else:
+                        self._round(speed)
+            watch.close()
             self._report_failed_save(final=True)
             finished = self.done == config.steps
             if not finished:
@@ -125,7 +151,7 @@ class Trainer:
         facts = self.step()
         self.done += 1
         tokens = self.done * config.tokens_per_step
-        if self.done % config.log.every == 0 or self.done == config.steps:
+        if config.logs_after(self.done):
             facts |= speed.read(tokens)
             if self.world.device.type == "cuda":
                 facts["peak_memory_GiB"] = torch.cuda.max_memory_allocated() / 2**30
@@ -133,46 +159,48 @@ class Trainer:
         self._count_skipped(facts["skipped"])
         if self.checkpoints.is_written:
             self._report_failed_save()
-        if self._save_is_due():
+        if config.saves_after(self.done) or self._stop:
             self.save()
             speed.pause(tokens)
-        if self._evaluation_is_due() and (not self._stop or self.done == config.steps):  # else it waits for --resume
+        if config.evaluates_after(self.done) and (not self._stop or self.done == config.steps):  # else at --resume
             self.evaluate()
             speed.pause(tokens)
 
     def step(self) -> dict[str, Any]:
         """One optimizer step on global batch `done`. Its loss is one mean over all real targets of all ranks."""
+        return self.read(self.launch())
+
+    def launch(self) -> Launched:
+        """Queues the step, and the copies of the next one's batches behind it, without waiting for the device."""
         config, device, n = self.config, self.world.device, self.done
         torch.manual_seed(_mix(config.seed, n, self.world.rank))
-        micros = self._ahead[1] if self._ahead[0] == n else self.data.micro_batches(n)
-        real = [int((batch.targets != IGNORED).sum()) for batch in micros]
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        all_real = self.world.total(torch.tensor(sum(real), dtype=wide, device=device)).clamp(min=1)
+        inputs = self._ahead if self._ahead is not None and self._ahead.step == n else self.data.inputs(n)
+        shares = inputs.real / inputs.all_real.clamp(min=1)
+        last = len(inputs.micros) - 1
 
         total = torch.zeros((), device=device)
-        for index, batch in enumerate(micros):
-            sync_gradients(self.model, index == len(micros) - 1)
-            ids, targets, lengths = to_device(batch, device)
-            with self.autocast():
-                out = self.model(ids, targets=targets, lengths=lengths, trace=True)
-            assert out.loss is not None
-            share = out.loss * (real[index] / all_real).to(out.loss.dtype)
-            share.backward()
-            total = total + share.detach()
-        norm = clip(self.model.parameters(), config.optim.clip)
-        seen = self.world.total(torch.stack([total, torch.full_like(total, self._asked_to_stop)]))
-        loss, stop = seen.tolist()
-        self._stop = stop > 0  # all ranks stop after the same step
+        is_logged = config.logs_after(n + 1)
+        for index, (ids, targets, lengths) in enumerate(inputs.micros):
+            sync_gradients(self.model, index == last)
+            micro = Micro(ids, targets, lengths, shares[index])
+            passed = self.passes(micro, is_first=index == 0, trace=is_logged and index == last)
+            total = total + passed.loss
+        loss, stop = self.world.total(torch.stack([total, torch.full_like(total, self._asked_to_stop)]))
         lr = learning_rate(config.optim, n, config.steps)
-        facts = {"loss": loss, "targets": int(all_real), "lr": lr, "gradient_norm": norm.item()}
-        facts["skipped"] = not (math.isfinite(loss) and math.isfinite(facts["gradient_norm"]))
-        if not facts["skipped"]:
-            self.optimizer.step(lr)
-        self.optimizer.zero_grad()
-        if n + 1 < config.steps:
-            self._ahead = (n + 1, self.data.micro_batches(n + 1))
-        if out.forks and ((n + 1) % config.log.every == 0 or n + 1 == config.steps):  # of this rank's last forward
-            facts["forks"] = fork_statistics(out.forks, lengths, ids.shape[1])
+        norm = self.optimizer.step(lr, clip=config.optim.clip, loss=loss)
+        self.passes.release()
+        numbers = torch.stack([number.to(inputs.real.dtype) for number in (loss, norm, inputs.all_real, stop)])
+        self._ahead = self.data.inputs(n + 1) if n + 1 < config.steps else None
+        return Launched(numbers, lr, passed.forks if is_logged else None, lengths, ids.shape[1])
+
+    def read(self, step: Launched) -> dict[str, Any]:
+        """What the step came to. Here alone the host waits for the device, once a step."""
+        loss, norm, targets, stop = step.numbers.tolist()
+        self._stop = stop > 0  # all ranks stop after the same step
+        facts = {"loss": loss, "targets": max(1, int(targets)), "lr": step.lr, "gradient_norm": norm}
+        facts["skipped"] = not (math.isfinite(loss) and math.isfinite(norm))  # as the optimizer has decided too
+        if step.forks:
+            facts["forks"] = fork_statistics(step.forks, step.lengths, step.n_tokens)
         return facts
 
     def save(self) -> None:
@@ -199,7 +227,7 @@ class Trainer:
             self.data.held_out_batches(),
             n_sources=len(self.data.names),
             device=self.world.device,
-            precision=self.autocast,
+            precision=self.products,
         )
         sums = self.world.total(sums)
         each = (sums[:, 0] / sums[:, 1]).tolist()
@@ -212,11 +240,6 @@ class Trainer:
         self.log.say(f"step {self.done}/{self.config.steps}  held-out loss: {shown}")
         self._sample()
         self.model.train(was_training)
-
-    def autocast(self) -> AbstractContextManager[object]:
-        if self.precision != "bf16":
-            return nullcontext()
-        return torch.autocast(self.world.device.type, torch.bfloat16)
 
     def _sample(self) -> None:
         settings, tokenizer = self.config.eval, self.data.tokenizer
@@ -232,19 +255,11 @@ class Trainer:
                 end_ids=(),
             )
             # Every length is a new shape: not worth compiling for. Recomputed, since a sharded model runs as a whole.
-            with self.autocast(), torch.compiler.set_stance("force_eager"):
+            with self.products(), torch.compiler.set_stance("force_eager"):
                 (written,) = generate(self.model, [request], tokenizer=tokenizer, method="recomputed")
             text = tokenizer.decode([*ids, *written.ids])
             self.log.write({"step": self.done, "held_out_sample": text, "prompt": prompt})
             self.log.say(f"  sample: {text!r}")
-
-    def _save_is_due(self) -> bool:
-        every, at_end = self.config.save.every, self.done == self.config.steps or self._stop
-        return at_end or self.done in self.config.milestone_steps or (every > 0 and self.done % every == 0)
-
-    def _evaluation_is_due(self) -> bool:
-        every = self.config.eval.every
-        return self.done == self.config.steps or (every > 0 and self.done % every == 0)
 
     def _count_skipped(self, skipped: bool) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

@@ -2,17 +2,25 @@
 
 The state that a checkpoint needs is a flat dictionary of tensors, sharded like the parameters, and one integer: the
 number of updates made (AdamW's step, the same for every parameter).
+
+A step is bound by memory: AdamW reads p, g, m, v and writes p, m, v, and the norm reads g once more. So clipping is no
+pass of its own but a factor inside AdamW's kernel, and a step that is not finite is skipped there too, where the device
+knows of it: the host queues everything and waits for nothing. Sharded tensors are worked on as what each rank has.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from thoughtbubbles.train.config import OptimConfig
 
 STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # what each keeps for a parameter
+EPSILON = 1e-8  # beside the root of the second moment
+TINY = 1e-6  # beside the norm, as in torch's clip_grad_norm_
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
@@ -34,54 +42,106 @@ class Optimizer:
     def __init__(self, model: nn.Module, optim: OptimConfig):
         self.config = optim
         self.name_of: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        self.updates = 0
         by_kind: dict[str, list[Tensor]] = {"adamw": [], "muon": []}
         for parameter, name in self.name_of.items():
             is_matrix = parameter.ndim == 2 and name.startswith("blocks.")
             by_kind["muon" if optim.kind == "muon" and is_matrix else "adamw"].append(parameter)
         self.parameters = by_kind
-        groups = [
-            {"params": [p for p in by_kind["adamw"] if p.ndim >= 2], "weight_decay": optim.weight_decay},
-            {"params": [p for p in by_kind["adamw"] if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self.parts: dict[str, torch.optim.Optimizer] = {
-            "adamw": torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True)
+        self._state = {
+            f"{key}.{self.name_of[parameter]}": torch.zeros_like(parameter, requires_grad=False)
+            for _, parameter, key in self._entries()
         }
-        if by_kind["muon"]:
-            # Updates scaled to AdamW's usual size, so that one learning rate serves both.
-            self.parts["muon"] = torch.optim.Muon(
-                by_kind["muon"], lr=optim.lr, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw"
+        self._updates = torch.zeros((), device=next(iter(self.name_of)).device)  # there, since it may stay as it is
+        # One for each matrix, so that no more than one of them has to be kept for a step that is not taken. Updates
+        # are scaled to AdamW's usual size: one learning rate serves both.
+        self._muons = {
+            parameter: torch.optim.Muon(
+                [parameter], lr=optim.lr, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw"
             )
+            for parameter in by_kind["muon"]
+        }
 
-    def step(self, lr: float) -> None:
-        for part in self.parts.values():
-            for group in part.param_groups:
-                group["lr"] = lr
-            part.step()
-        self.updates += 1
+    @property
+    def updates(self) -> int:
+        """Steps taken, without those skipped. Waits for the device."""
+        return int(self._updates.item())
+
+    @torch.no_grad()
+    def step(self, lr: float, *, clip: float, loss: Tensor | None = None) -> Tensor:
+        """One update with the gradient scaled down to a norm of at most `clip` (0: as it is); returns the norm before.
+
+        If the norm, or the loss where it is given, is not finite, nothing changes: no weight, no moment, no count. All
+        of it is decided on the device, and the host does not wait.
+        """
+        norm = gradient_norm([parameter.grad for parameter in self.name_of if parameter.grad is not None])
+        finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
+        if norm.device.type == "mps" and not finite:  # its kernel can neither skip nor scale
+            return norm
+        self._updates += finite
+        for has_decay in (True, False):
+            parameters = [p for p in self.parameters["adamw"] if (p.ndim >= 2) == has_decay]
+            self._step_adamw(parameters, lr, self.config.weight_decay * has_decay, norm, clip, finite)
+        for parameter, muon in self._muons.items():
+            if parameter.grad is not None:
+                self._step_muon(parameter, muon, lr, norm, clip, finite)
+        return norm
+
+    def _step_adamw(
+        self, parameters: list[Tensor], lr: float, decay: float, norm: Tensor, clip: float, finite: Tensor
+    ) -> None:
+        parameters = [p for p in parameters if p.grad is not None and _local(p).numel()]
+        if not parameters:
+            return
+        names = [self.name_of[p] for p in parameters]
+        first, second = ([_local(self._state[f"{key}.{name}"]) for name in names] for key in STATE["adamw"])
+        gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+        on_mps = norm.device.type == "mps"
+        in_kernel = norm.dtype == torch.float32 and not on_mps  # the kernel's scale is a float32
+        if clip and not in_kernel:
+            torch._foreach_mul_(gradients, _factor(norm, clip))
+        torch._fused_adamw_(
+            [_local(p) for p in parameters],
+            gradients,
+            first,
+            second,
+            [],
+            [self._updates] * len(parameters),
+            lr=lr,
+            beta1=self.config.betas[0],
+            beta2=self.config.betas[1],
+            weight_decay=decay,
+            eps=EPSILON,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=((norm + TINY) / clip).clamp(min=1.0) if clip and in_kernel else None,  # divides
+            found_inf=None if on_mps else (~finite).float(),
+        )
+        torch.autograd.graph.increment_version(parameters)  # which this kernel forgets: copies would seem up to date
+
+    def _step_muon(
+        self, parameter: Tensor, muon: torch.optim.Muon, lr: float, norm: Tensor, clip: float, finite: Tensor
+    ) -> None:
+        momentum = self._state[f"momentum_buffer.{self.name_of[parameter]}"]
+        muon.state[parameter]["momentum_buffer"] = momentum
+        muon.param_groups[0]["lr"] = lr
+        if clip and parameter.grad is not None:
+            _local(parameter.grad).mul_(_factor(norm, clip))
+        kept = [(tensor, tensor.clone()) for tensor in (_local(parameter), _local(momentum))]
+        muon.step()
+        for tensor, before in kept:
+            tensor.copy_(torch.where(finite, tensor, before))
 
     def zero_grad(self) -> None:
-        for part in self.parts.values():
-            part.zero_grad(set_to_none=True)
+        for parameter in self.name_of:
+            parameter.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name, e.g. `exp_avg.blocks.0.mlp.up.weight`; zeros for what has not been updated yet."""
-        return {
-            f"{key}.{self.name_of[parameter]}": self.parts[kind].state[parameter].get(key, None)
-            if self.parts[kind].state[parameter]
-            else torch.zeros_like(parameter)
-            for kind, parameter, key in self._entries()
-        }
+        return dict(self._state)
 
     def restore(self, tensors: dict[str, Tensor], updates: int) -> None:
-        self.updates = updates
-        if updates == 0:
-            return
-        for kind, parameter, key in self._entries():
-            state = self.parts[kind].state[parameter]
-            state[key] = tensors[f"{key}.{self.name_of[parameter]}"]
-            if kind == "adamw":
-                state["step"] = torch.tensor(float(updates), dtype=torch.float32, device=parameter.device)
+        self._state = {name: tensors[name] for name in self._state}
+        self._updates.fill_(updates)
 
     def _entries(self) -> Iterable[tuple[str, Tensor, str]]:
         for kind, parameters in self.parameters.items():
@@ -90,7 +150,22 @@ class Optimizer:
                     yield kind, parameter, key
 
 
-def clip(parameters: Iterable[Tensor], largest: float) -> Tensor:
-    """Scales the gradient down to a norm of at most `largest` (0: leaves it); returns the norm before."""
-    norm = nn.utils.clip_grad_norm_(parameters, largest or math.inf)
-    return norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm
+def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Of all gradients as one vector, over all ranks; on the device."""
+    own = [_local(gradient) for gradient in gradients]
+    norm = nn.utils.get_total_norm([gradient for gradient in own if gradient.numel()])
+    first = gradients[0]
+    if not isinstance(first, DTensor):
+        return norm
+    squared = norm.square()
+    dist.all_reduce(squared, group=first.device_mesh.get_group())
+    return squared.sqrt()
+
+
+def _factor(norm: Tensor, clip: float) -> Tensor:
+    return (clip / (norm + TINY)).clamp(max=1.0)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

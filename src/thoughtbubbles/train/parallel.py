@@ -121,10 +121,27 @@ def parallelize(model: Thoughtbubbles, world: World, compute: ComputeConfig) -> 
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
     if device == "cuda" if compute.compile is None else compute.compile:
-        for part in [*model.blocks, *model.forks.values()]:
-            part.compile()
+        _compile(model)
     if world.is_distributed:
         _shard(model, world, find_precision(compute, device))
+
+
+def uses_graph(compute: ComputeConfig, world: World) -> bool:
+    """Whether a step is replayed as a CUDA graph: on one GPU. FSDP's streams and buffers are not made for that."""
+    if compute.graph and (world.device.type != "cuda" or world.is_distributed):
+        raise ValueError("--compute.graph True: a CUDA graph needs one GPU, and no torchrun")
+    return world.device.type == "cuda" and not world.is_distributed if compute.graph is None else compute.graph
+
+
+def _compile(model: Thoughtbubbles) -> None:
+    """Region by region: blocks of one shape share their code, so 36 of them take as long to compile as one.
+
+    Shapes are fixed, since a graph for any length would give up much of the speed.
+    """
+    for part in [*model.blocks, *model.forks.values()]:
+        part.compile(dynamic=False)
+    model.arrange = torch.compile(model.arrange, dynamic=False)  # type: ignore[method-assign]
+    model.mean_nll = torch.compile(model.mean_nll, dynamic=False)  # type: ignore[method-assign]
 
 
 def _shard(model: Thoughtbubbles, world: World, precision: str) -> None:

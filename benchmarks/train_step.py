@@ -1,0 +1,111 @@
+"""The training step on a GPU: milliseconds, TFLOP/s, memory, and whether two runs give the same bits.
+
+python benchmarks/train_step.py                                        all cases: minutes
+python benchmarks/train_step.py --cases 150m-plain 150m-r2-causal-residual
+
+The measuring is that of `thoughtbubbles bench`, whose help says more; every case is checked against the reference path
+before it is timed. Here the numbers are kept, with the ratios that tell what forking costs: `bars`.
+"""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import write_results
+
+from thoughtbubbles.train.bench import Failed, Measured, product_tflops, run_cases
+from thoughtbubbles.train.bench_cases import default_cases, find_cases
+from thoughtbubbles.train.bench_table import line, show
+
+# What is said, the case above the line, the case below it, and the number that is compared.
+BARS = [
+    ("time, mixture / residual merge", "150m-r2-causal-mixture", "150m-r2-causal-residual", "milliseconds"),
+    ("time, causal / block selection", "150m-r2-causal-residual", "150m-r2-block-residual", "milliseconds"),
+    *(
+        ("TFLOP/s, bubbles / plain", f"{size}-{form}", f"{size}-plain", "tflops")
+        for size, form in (
+            ("150m", "r2-causal-residual"),
+            ("150m", "r2-causal-mixture"),
+            ("1.9b", "r2-causal-residual"),
+            ("150m", "r4-causal-residual"),
+            ("150m", "r4-causal-mixture"),
+        )
+    ),
+    *(
+        ("TFLOP/s, bubbles / plain on as many streams", f"{size}-r2-causal-residual", f"{size}-plain-double", "tflops")
+        for size in ("150m", "1.9b")
+    ),
+]
+STEPS = ["1.9b-r2-causal-residual", "1.9b-plain", "150m-r2-causal-residual", "150m-plain"]
+
+
+def bars(found: list[Measured | Failed]) -> list[dict[str, Any]]:
+    """Ratios of forward + backward between two cases, then of the full step to forward + backward in one; those that
+    can be had."""
+    cases = {case.name: case for case in found if isinstance(case, Measured)}
+    ratios = [
+        {
+            "what": what,
+            "case": above,
+            "over": below,
+            "ratio": getattr(cases[above].forward_backward, number) / getattr(cases[below].forward_backward, number),
+        }
+        for what, above, below, number in BARS
+        if above in cases and below in cases
+    ]
+    return ratios + [
+        {
+            "what": "time, full step / forward + backward",
+            "case": name,
+            "over": name,
+            "ratio": cases[name].step.milliseconds / cases[name].forward_backward.milliseconds,
+        }
+        for name in STEPS
+        if name in cases
+    ]
+
+
+def triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return str(triton.__version__)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--cases", nargs="+", help="those of `thoughtbubbles bench --list`; all usual ones by default")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--data", type=Path, help="a prepared folder; random tokens by default")
+    parser.add_argument("--out", type=Path, help="folder for the results; benchmarks/results by default")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("this benchmark times a GPU and finds none; --device cpu runs it without")
+    cases = find_cases(arguments.cases or default_cases(arguments.device))
+    device = torch.device(arguments.device)
+    product = product_tflops(device)
+    found: list[Measured | Failed] = []
+
+    def keep(case: Measured | Failed) -> None:
+        """After every case: a run that is cut short has measured something all the same."""
+        found.append(case)
+        print(line(case), flush=True)
+        numbers = {
+            "triton": triton_version(),
+            "repeats": arguments.repeats,
+            "product_tflops": product,
+            "bars": bars(found),
+            "cases": [asdict(case) for case in found],
+        }
+        write_results("train_step", arguments.device, numbers, to=arguments.out)
+
+    run_cases(cases, device, product=product, repeats=arguments.repeats, data=arguments.data, report=keep)
+    show(found, product)
+
+
+if __name__ == "__main__":
+    main()

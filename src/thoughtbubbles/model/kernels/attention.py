@@ -1,0 +1,425 @@
+"""Rotation and score-attenuated attention on the GPU, from the projections to the heads and back.
+
+    weights = softmax over keys of (c · q·k + bias_key),    out = Σ weights · (P_key · v),    c = 1/√H
+
+The bias is a number a key, added to the logits in registers: no widened channels, nothing of size S × S. With the
+logits s, the weights w and dw = dout · (P v)ᵀ, the backward is
+
+    ds = w · (dw − rowsum(dout · out)),   dq = c · ds k,   dk = c · dsᵀ q,   d(P v) = wᵀ dout,   dbias = column sum of ds.
+
+Three kernels, and each number of their results has one owner, so there are no atomics and the same bits every time:
+`_turn` adds the projection's bias, rotates q and k, multiplies v by P and puts each head's rows side by side; `_query_gradient` walks along the keys
+of a block of queries; `_key_gradient` walks along the queries of a block of keys, and has the column sums for nothing.
+Both turn their results back and write them where the projection wants them, with sums over their rows for its bias. The plain twins are `fused_attention` and
+`reference_attention` in model/attention.py, behind `rotate`.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+LOG2E = tl.constexpr(1.4426950408889634)  # logits are kept in base 2: the GPU's exponential is
+
+
+class Tile(NamedTuple):
+    """Queries and keys that a program handles at a time, and how the compiler spreads them."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# Measured on an H200 (docs/guides/speed.md), by head size; other sizes take the next larger one's.
+FORWARD = {64: Tile(64, 128, 4, 2), 128: Tile(64, 64, 4, 2)}
+QUERY_GRADIENT = {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2)}
+KEY_GRADIENT = {64: Tile(32, 64, 4, 3), 128: Tile(64, 64, 4, 2)}
+TURN_STREAMS = 16
+
+
+@triton.jit
+def _halves(x, ROWS: tl.constexpr, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The left and the right half of the channels, which the rotation pairs."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, H // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _turn(  # type: ignore[no-untyped-def]
+    qkv, shift, cos, sin, value, turned, S, N, part,
+    H: tl.constexpr, VALUE: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """(B, S, 3, N, H) → (3, B, N, S, H). `part` is the distance between q, k and v in what is written."""
+    b = tl.program_id(1)
+    s = tl.program_id(0) * BS + tl.arange(0, BS)
+    half: tl.constexpr = H // 2
+    i = tl.arange(0, half)
+    inside = (s < S)[:, None]
+    angle = (b * S + s)[:, None] * half + i[None, :]
+    c = tl.load(cos + angle, mask=inside, other=0.0)
+    r = tl.load(sin + angle, mask=inside, other=0.0)
+    if VALUE:
+        score = tl.load(value + b * S + s, mask=s < S, other=0.0)[:, None]
+    dtype: tl.constexpr = turned.dtype.element_ty
+    row = (b * S + s).to(tl.int64)[:, None] * (3 * N * H)
+    for n in range(0, N):
+        into = ((b * N + n).to(tl.int64) * S + s[:, None]) * H + i[None, :]
+        for which in tl.static_range(3):
+            channel = (which * N + n) * H + i[None, :]
+            left = tl.load(qkv + row + channel, mask=inside, other=0.0).to(tl.float32) + tl.load(shift + channel)
+            right = tl.load(qkv + row + channel + half, mask=inside, other=0.0).to(tl.float32)
+            right += tl.load(shift + channel + half)
+            if which < 2:
+                x = left * c - right * r
+                y = right * c + left * r
+            else:
+                x = left
+                y = right
+                if VALUE:
+                    x = x * score
+                    y = y * score
+            tl.store(turned + which * part + into, x.to(dtype), mask=inside)
+            tl.store(turned + which * part + into + half, y.to(dtype), mask=inside)
+
+
+@triton.jit
+def _attend_over(  # type: ignore[no-untyped-def]
+    acc, total, largest, q, k, v, key_row, bias, scale2, begin, end, m, S,
+    BN: tl.constexpr, BIAS: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    for start in range(begin, end, BN):
+        n = start + tl.arange(0, BN)
+        s = tl.dot(q, k.load([key_row + start, 0]).T) * scale2
+        if BIAS and DIAGONAL:
+            s += (tl.load(bias + n, mask=n < S, other=0.0) * LOG2E)[None, :]
+        elif BIAS:
+            s += (tl.load(bias + n) * LOG2E)[None, :]
+        if DIAGONAL:
+            s = tl.where(m[:, None] >= n[None, :], s, -float("inf"))
+        above = tl.maximum(largest, tl.max(s, 1))
+        p = tl.exp2(s - above[:, None])
+        shrink = tl.exp2(largest - above)
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(q.dtype), v.load([key_row + start, 0]), acc * shrink[:, None])
+        largest = above
+    return acc, total, largest
+
+
+@triton.jit
+def _forward(  # type: ignore[no-untyped-def]
+    q, k, v, bias, out, lse, scale2, S, N,
+    H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """A block of queries of one head. Blocks with many keys come first, so that the last to finish are short."""
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    bn = tl.program_id(1)
+    b, head = bn // N, bn % N
+    m, h = first + tl.arange(0, BM), tl.arange(0, H)
+    query = q.load([bn * S + first, 0])
+    acc = tl.zeros((BM, H), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    largest = tl.full((BM,), -float("inf"), tl.float32)
+    full = first // BN * BN  # every query of the block sees the keys before this one
+    end = tl.minimum(first + BM, S)
+    bias += b * S
+    acc, total, largest = _attend_over(
+        acc, total, largest, query, k, v, bn * S, bias, scale2, 0, full, m, S, BN, BIAS, False
+    )
+    acc, total, largest = _attend_over(
+        acc, total, largest, query, k, v, bn * S, bias, scale2, full, end, m, S, BN, BIAS, True
+    )
+    acc = acc / total[:, None]
+    to = (b * S + m).to(tl.int64)[:, None] * (N * H) + head * H + h[None, :]
+    tl.store(out + to, acc.to(out.dtype.element_ty), mask=(m < S)[:, None])
+    tl.store(lse + bn * S + m, largest + tl.log2(total), mask=m < S)
+
+
+@triton.jit
+def _query_over(  # type: ignore[no-untyped-def]
+    dq, q, dout, logsum, delta, k, v, key_row, bias, scale2, begin, end, m, S,
+    BN: tl.constexpr, BIAS: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    for start in range(begin, end, BN):
+        n = start + tl.arange(0, BN)
+        key = k.load([key_row + start, 0])
+        s = tl.dot(q, key.T) * scale2
+        if BIAS and DIAGONAL:
+            s += (tl.load(bias + n, mask=n < S, other=0.0) * LOG2E)[None, :]
+        elif BIAS:
+            s += (tl.load(bias + n) * LOG2E)[None, :]
+        p = tl.exp2(s - logsum[:, None])
+        if DIAGONAL:
+            p = tl.where(m[:, None] >= n[None, :], p, 0.0)
+        ds = p * (tl.dot(dout, v.load([key_row + start, 0]).T) - delta[:, None])
+        dq = tl.dot(ds.to(key.dtype), key, dq)
+    return dq
+
+
+@triton.jit
+def _turned_back(x, cos, sin, angle, here, ROWS: tl.constexpr, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    left, right = _halves(x, ROWS, H)
+    c = tl.load(cos + angle, mask=here, other=0.0)
+    r = tl.load(sin + angle, mask=here, other=0.0)
+    return left * c + right * r, right * c - left * r
+
+
+@triton.jit
+def _query_gradient(  # type: ignore[no-untyped-def]
+    q, k, v, bias, out, dout, lse, delta, cos, sin, dqkv, sums, scale, scale2, S, N,
+    H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    bn = tl.program_id(1)
+    b, head = bn // N, bn % N
+    m, h = first + tl.arange(0, BM), tl.arange(0, H)
+    here = (m < S)[:, None]
+    row = (b * S + m).to(tl.int64)[:, None]
+    query = q.load([bn * S + first, 0])
+    at = row * (N * H) + head * H + h[None, :]
+    do = tl.load(dout + at, mask=here, other=0.0)
+    own = tl.sum(do.to(tl.float32) * tl.load(out + at, mask=here, other=0.0).to(tl.float32), 1)
+    tl.store(delta + bn * S + m, own, mask=m < S)
+    logsum = tl.load(lse + bn * S + m, mask=m < S, other=0.0)
+    dq = tl.zeros((BM, H), tl.float32)
+    full = first // BN * BN
+    end = tl.minimum(first + BM, S)
+    bias += b * S
+    dq = _query_over(dq, query, do, logsum, own, k, v, bn * S, bias, scale2, 0, full, m, S, BN, BIAS, False)
+    dq = _query_over(dq, query, do, logsum, own, k, v, bn * S, bias, scale2, full, end, m, S, BN, BIAS, True)
+    half: tl.constexpr = H // 2
+    i = tl.arange(0, half)
+    left, right = _turned_back(dq * scale, cos, sin, row * half + i[None, :], here, BM, H)
+    to = dqkv + row * (3 * N * H) + head * H + i[None, :]
+    tl.store(to, left.to(dqkv.dtype.element_ty), mask=here)
+    tl.store(to + half, right.to(dqkv.dtype.element_ty), mask=here)
+    sums += (tl.program_id(0) * tl.num_programs(1) + bn) * H
+    tl.store(sums + i, tl.sum(left, 0))
+    tl.store(sums + half + i, tl.sum(right, 0))
+
+
+@triton.jit
+def _key_over(  # type: ignore[no-untyped-def]
+    dk, dv, db, k, v, b2, q, query_row, dout, out_row, channel, lse, delta, scale2, begin, end, n, S,
+    BM: tl.constexpr, BIAS: tl.constexpr, DIAGONAL: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    for start in range(begin, end, BM):
+        m = start + tl.arange(0, BM)
+        query = q.load([query_row + start, 0])
+        do = dout.load([out_row + start, channel])
+        if EVEN:
+            logsum, own = tl.load(lse + m), tl.load(delta + m)
+        else:  # no weight to queries past the end
+            logsum = tl.load(lse + m, mask=m < S, other=float("inf"))
+            own = tl.load(delta + m, mask=m < S, other=0.0)
+        s = tl.dot(k, query.T) * scale2
+        if BIAS:
+            s += b2[:, None]
+        p = tl.exp2(s - logsum[None, :])
+        if DIAGONAL:
+            p = tl.where(m[None, :] >= n[:, None], p, 0.0)
+        dv = tl.dot(p.to(do.dtype), do, dv)
+        ds = p * (tl.dot(v, do.T) - own[None, :])
+        if BIAS:
+            db += tl.sum(ds, 1)
+        dk = tl.dot(ds.to(query.dtype), query, dk)
+    return dk, dv, db
+
+
+@triton.jit
+def _key_gradient(  # type: ignore[no-untyped-def]
+    q, k, v, bias, value, dout, lse, delta, cos, sin, dqkv, sums, dbias, dvalue, scale, scale2, S, N,
+    H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BIAS: tl.constexpr, VALUE: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BN
+    bn = tl.program_id(1)
+    b, head = bn // N, bn % N
+    n, h = first + tl.arange(0, BN), tl.arange(0, H)
+    here = (n < S)[:, None]
+    key = k.load([bn * S + first, 0])
+    val = v.load([bn * S + first, 0])
+    b2 = tl.zeros((BN,), tl.float32)
+    if BIAS:
+        b2 = tl.load(bias + b * S + n, mask=n < S, other=0.0) * LOG2E
+    dk = tl.zeros((BN, H), tl.float32)
+    dv = tl.zeros((BN, H), tl.float32)
+    db = tl.zeros((BN,), tl.float32)
+    lse += bn * S
+    delta += bn * S
+    begin = first // BM * BM
+    full = tl.minimum(tl.cdiv(first + BN, BM) * BM, S)  # from here on every query sees every key of the block
+    dk, dv, db = _key_over(
+        dk, dv, db, key, val, b2, q, bn * S, dout, b * S, head * H, lse, delta, scale2, begin, full, n, S,
+        BM, BIAS, True, EVEN,
+    )  # fmt: skip
+    dk, dv, db = _key_over(
+        dk, dv, db, key, val, b2, q, bn * S, dout, b * S, head * H, lse, delta, scale2, full, S, n, S,
+        BM, BIAS, False, EVEN,
+    )  # fmt: skip
+    dtype: tl.constexpr = dqkv.dtype.element_ty
+    half: tl.constexpr = H // 2
+    i = tl.arange(0, half)
+    row = (b * S + n).to(tl.int64)[:, None]
+    left, right = _turned_back(dk * scale, cos, sin, row * half + i[None, :], here, BN, H)
+    to = dqkv + row * (3 * N * H) + (N + head) * H
+    tl.store(to + i[None, :], left.to(dtype), mask=here)
+    tl.store(to + half + i[None, :], right.to(dtype), mask=here)
+    sums += ((tl.program_id(0) * (tl.num_programs(1) // N) + b) * 2 * N + head) * H
+    tl.store(sums + i, tl.sum(left, 0))
+    tl.store(sums + half + i, tl.sum(right, 0))
+    if VALUE:
+        score = tl.load(value + b * S + n, mask=n < S, other=0.0)
+        # v here has been multiplied by the score already. Where that has vanished altogether, so has the gradient.
+        dscore = tl.sum(dv * val.to(tl.float32), 1) / tl.where(score > 0.0, score, 1.0)
+        tl.store(dvalue + bn * S + n, dscore, mask=n < S)
+        dv = dv * score[:, None]
+    dv = tl.where(here, dv, 0.0)
+    tl.store(to + N * H + h[None, :], dv.to(dtype), mask=here)
+    tl.store(sums + N * H + h, tl.sum(dv, 0))
+    if BIAS:
+        tl.store(dbias + bn * S + n, db, mask=n < S)
+
+
+def _tile(tiles: dict[int, Tile], head_size: int) -> Tile:
+    return tiles[min(size for size in tiles if size >= head_size)]
+
+
+def _described(turned: Tensor, rows: tuple[int, int, int]) -> tuple[Any, Any, Any]:
+    """q, k and v as tables of rows, loaded some `rows` at a time by the GPU's copy engine.
+
+    A block that goes past its head's last row reads rows of the next head. They are finite, and get no weight.
+    """
+    tables = (part.flatten(0, 2) for part in turned)
+    q, k, v = (TensorDescriptor.from_tensor(table, [n, table.shape[1]]) for table, n in zip(tables, rows, strict=True))
+    return q, k, v
+
+
+def _sizes(qkv: Tensor, n_head: int) -> tuple[int, int, int]:
+    return qkv.shape[0], qkv.shape[1], qkv.shape[2] // (3 * n_head)
+
+
+@torch.library.custom_op("thoughtbubbles::attend", mutates_args=())
+def _attend(
+    qkv: Tensor, shift: Tensor, cos: Tensor, sin: Tensor, key_bias: Tensor | None, value: Tensor | None, n_head: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, streams, head = _sizes(qkv, n_head)
+    qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+    turned = qkv.new_empty(3, batch, n_head, streams, head)
+    out = qkv.new_empty(batch, streams, n_head * head)
+    lse = qkv.new_empty(batch, n_head, streams, dtype=torch.float32)
+    _turn[(triton.cdiv(streams, TURN_STREAMS), batch)](
+        qkv, shift, cos, sin, cos if value is None else value.contiguous(), turned, streams, n_head, turned[0].numel(),
+        H=head, VALUE=value is not None, BS=TURN_STREAMS,
+    )  # fmt: skip
+    tile = _tile(FORWARD, head)
+    q, k, v = _described(turned, (tile.queries, tile.keys, tile.keys))
+    _forward[(triton.cdiv(streams, tile.queries), batch * n_head)](
+        q, k, v, lse if key_bias is None else key_bias.contiguous(), out, lse,
+        LOG2E.value / math.sqrt(head), streams, n_head,
+        H=head, BM=tile.queries, BN=tile.keys, BIAS=key_bias is not None,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out, turned, lse
+
+
+@_attend.register_fake
+def _(qkv, shift, cos, sin, key_bias, value, n_head):  # type: ignore[no-untyped-def]
+    batch, streams, head = _sizes(qkv, n_head)
+    return (
+        qkv.new_empty(batch, streams, n_head * head),
+        qkv.new_empty(3, batch, n_head, streams, head),
+        qkv.new_empty(batch, n_head, streams, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("thoughtbubbles::attend_backward", mutates_args=())
+def _attend_backward(
+    dout: Tensor, turned: Tensor, out: Tensor, lse: Tensor, cos: Tensor, sin: Tensor,
+    key_bias: Tensor | None, value: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of qkv, of its bias, of the key bias and of the value scores; the last two for each head."""
+    _, batch, n_head, streams, head = turned.shape
+    dout, cos, sin = dout.contiguous(), cos.contiguous(), sin.contiguous()
+    dqkv = turned.new_empty(batch, streams, 3 * n_head * head)
+    delta = torch.empty_like(lse)
+    dbias = torch.empty_like(lse if key_bias is not None else lse[:0])
+    dvalue = torch.empty_like(lse if value is not None else lse[:0])
+    bias = lse if key_bias is None else key_bias.contiguous()
+    score = lse if value is None else value.contiguous()
+    scale = 1 / math.sqrt(head)
+    tile = _tile(QUERY_GRADIENT, head)
+    blocks = triton.cdiv(streams, tile.queries)
+    q, k, v = _described(turned, (tile.queries, tile.keys, tile.keys))
+    query_sums = torch.empty(blocks, batch, 1, n_head, head, device=turned.device)
+    _query_gradient[(blocks, batch * n_head)](
+        q, k, v, bias, out, dout, lse, delta, cos, sin, dqkv, query_sums, scale, scale * LOG2E.value, streams, n_head,
+        H=head, BM=tile.queries, BN=tile.keys, BIAS=key_bias is not None,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    tile = _tile(KEY_GRADIENT, head)
+    blocks = triton.cdiv(streams, tile.keys)
+    q, k, v = _described(turned, (tile.queries, tile.keys, tile.keys))
+    do = TensorDescriptor.from_tensor(dout.flatten(0, 1), [tile.queries, head])
+    key_sums = torch.empty(blocks, batch, 2, n_head, head, device=turned.device)
+    _key_gradient[(blocks, batch * n_head)](
+        q, k, v, bias, score, do, lse, delta, cos, sin, dqkv, key_sums, dbias, dvalue,
+        scale, scale * LOG2E.value, streams, n_head,
+        H=head, BM=tile.queries, BN=tile.keys, BIAS=key_bias is not None, VALUE=value is not None,
+        EVEN=streams % tile.queries == 0, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    shift = torch.cat([query_sums.sum((0, 1)), key_sums.sum((0, 1))]).flatten()
+    return dqkv, shift, dbias, dvalue
+
+
+@_attend_backward.register_fake
+def _(dout, turned, out, lse, cos, sin, key_bias, value):  # type: ignore[no-untyped-def]
+    _, batch, n_head, streams, head = turned.shape
+    return (
+        turned.new_empty(batch, streams, 3 * n_head * head),
+        lse.new_empty(3 * n_head * head),
+        torch.empty_like(lse if key_bias is not None else lse[:0]),
+        torch.empty_like(lse if value is not None else lse[:0]),
+    )
+
+
+def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    _, shift, cos, sin, key_bias, value, _ = inputs
+    out, turned, lse = output
+    ctx.shift_dtype = shift.dtype
+    ctx.save_for_backward(turned, out, lse, cos, sin, key_bias, value)
+
+
+def _backward(ctx, dout, *_):  # type: ignore[no-untyped-def]
+    *_, key_bias, value = ctx.saved_tensors
+    dqkv, shift, dbias, dvalue = _attend_backward(dout, *ctx.saved_tensors)
+    return (
+        dqkv, shift.to(ctx.shift_dtype), None, None,
+        None if key_bias is None else dbias.sum(1),
+        None if value is None else dvalue.sum(1),
+        None,
+    )  # fmt: skip
+
+
+_attend.register_autograd(_backward, setup_context=_keep)
+
+
+def attend(
+    qkv: Float[Tensor, "B S E"],
+    shift: Float[Tensor, "E"],
+    cos: Float[Tensor, "B 1 S half"],
+    sin: Float[Tensor, "B 1 S half"],
+    *,
+    key_bias: Float[Tensor, "B S"] | None,
+    value: Float[Tensor, "B S"] | None,
+    n_head: int,
+) -> Float[Tensor, "B S D"]:
+    """Heads side by side, from projections as they come out of one product: [q | k | v], heads contiguous in each.
+
+    `shift` is the projection's bias, which the product has left out.
+    """
+    return _attend(qkv, shift, cos, sin, key_bias, value, n_head)[0]

@@ -1,0 +1,108 @@
+"""Bias and exact GELU in one pass, and back with the sums for the bias in the same pass.
+
+    y = z · Φ(z),    dz = dy · (Φ(z) + z · φ(z)),    z = x + bias
+
+Φ, the normal distribution, is a polynomial in 1 / (1 + p|z|) times the density φ that the backward needs anyway
+(Abramowitz and Stegun 7.1.26; |error| < 8e-8, a thousandth of what the result's rounding to bfloat16 costs): the usual
+error function alone takes longer than reading the numbers. The plain twin is `F.gelu(x + bias)`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+ROWS, COLUMNS = 4, 512  # of a program's tile
+DEEP = 32  # tiles below one another that a program of the backward adds up
+
+
+@triton.jit
+def _normal(z):  # type: ignore[no-untyped-def]
+    """Φ(z), and φ(z)."""
+    density = tl.exp2(z * z * -0.7213475204444817)  # exp(−z²/2)
+    t = 1.0 / (1.0 + 0.2316418874 * tl.abs(z))
+    tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
+    tail *= density
+    return tl.where(z < 0.0, tail, 1.0 - tail), density * 0.3989422804014327
+
+
+@triton.jit
+def _gelu(x, bias, y, rows, columns, BR: tl.constexpr, BC: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
+    column = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
+    inside = (row < rows) & (column < columns)
+    z = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    z += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)
+    below, _ = _normal(z)
+    tl.store(y + row * columns + column, (z * below).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gelu_backward(  # type: ignore[no-untyped-def]
+    x, bias, dy, dx, sums, rows, columns, BR: tl.constexpr, BC: tl.constexpr, DEEP: tl.constexpr
+):
+    column = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
+    shift = tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)
+    total = tl.zeros((BR, BC), tl.float32)
+    for i in range(DEEP):
+        row = (tl.program_id(0).to(tl.int64) * DEEP + i) * BR + tl.arange(0, BR)[:, None]
+        inside = (row < rows) & (column < columns)
+        at = row * columns + column
+        z = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + shift
+        below, density = _normal(z)
+        slope = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * (below + z * density)
+        tl.store(dx + at, slope.to(dx.dtype.element_ty), mask=inside)
+        total += slope
+    to = sums + tl.program_id(0) * columns + tl.program_id(1) * BC + tl.arange(0, BC)
+    tl.store(to, tl.sum(total, 0), mask=tl.program_id(1) * BC + tl.arange(0, BC) < columns)
+
+
+@torch.library.custom_op("thoughtbubbles::gelu", mutates_args=())
+def _forward(x: Tensor, bias: Tensor) -> Tensor:
+    x = x.contiguous()
+    y, columns = torch.empty_like(x), x.shape[-1]
+    rows = x.numel() // columns
+    _gelu[(triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))](x, bias, y, rows, columns, BR=ROWS, BC=COLUMNS)
+    return y
+
+
+@_forward.register_fake
+def _(x, bias):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("thoughtbubbles::gelu_backward", mutates_args=())
+def _backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    dy, x = dy.contiguous(), x.contiguous()
+    dx, columns = torch.empty_like(x), x.shape[-1]
+    rows = x.numel() // columns
+    blocks = triton.cdiv(rows, ROWS * DEEP)
+    sums = torch.empty(blocks, columns, device=x.device)
+    _gelu_backward[(blocks, triton.cdiv(columns, COLUMNS))](
+        x, bias, dy, dx, sums, rows, columns, BR=ROWS, BC=COLUMNS, DEEP=DEEP
+    )
+    return dx, sums.sum(0)
+
+
+@_backward.register_fake
+def _(dy, x, bias):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(x.shape[-1], dtype=torch.float32)
+
+
+def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx, dy):  # type: ignore[no-untyped-def]
+    x, bias = ctx.saved_tensors
+    dx, shift = _backward(dy, x, bias)
+    return dx, shift.to(bias.dtype)
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
+
+
+def gelu(x: Float[Tensor, "*rows M"], bias: Float[Tensor, "M"]) -> Float[Tensor, "*rows M"]:
+    """GELU(x + bias)."""
+    return _forward(x, bias)

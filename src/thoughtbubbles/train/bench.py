@@ -1,0 +1,244 @@
+"""How fast a training step is: forward and backward, and the full step with clipping and AdamW, for cases by name.
+
+Everything a real step does is inside the time: float32 master weights and gradients, the cast of the weights to
+bfloat16, a float32 residual. Before anything is timed, results are checked (see `bench_check`).
+
+FLOPs are those of `model/cost.py`: work that the architecture asks for, so that recomputation and padding are no merit.
+They are set against the rate of one large matrix product, measured in the same process.
+"""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thoughtbubbles.data.loader import Batch
+from thoughtbubbles.evals.heldout import to_device
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.cost import cost
+from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.train.bench_cases import SEED, Case, draw
+from thoughtbubbles.train.bench_check import Agreement, Rows, WrongResult, compare, reference_of, require
+from thoughtbubbles.train.config import ComputeConfig, OptimConfig
+from thoughtbubbles.train.optim import Optimizer
+from thoughtbubbles.train.parallel import World, find_precision, parallelize, uses_graph
+from thoughtbubbles.train.passes import Micro, Passed, Passes
+from thoughtbubbles.train.precision import Products
+
+WARM_UP = 5
+
+
+class Ready(NamedTuple):
+    """A model as training has it."""
+
+    model: Thoughtbubbles
+    products: Products
+    passes: Passes
+    device: torch.device
+
+
+def make_ready(config: ModelConfig, device: torch.device, compute: ComputeConfig) -> Ready:
+    precision = find_precision(compute, device.type)
+    torch.manual_seed(SEED)
+    with device:
+        model = Thoughtbubbles(config).to(torch.float64 if precision == "float64" else torch.float32)
+    world = World(device)
+    parallelize(model, world, compute)
+    products = Products(model, precision, device=device.type)
+    return Ready(model, products, Passes(model, products, graph=uses_graph(compute, world)), device)
+
+
+def forward_backward(ready: Ready, batch: Rows, *, trace: bool = False) -> Passed:
+    """As the training loop has it. Gradients are made anew, and so are rounded weights, as after every update."""
+    ready.products.forget()
+    micro = Micro(*batch, share=torch.ones((), device=ready.device))
+    return ready.passes(micro, is_first=True, trace=trace)
+
+
+def full_step(ready: Ready, optimizer: Optimizer, batch: Rows) -> None:
+    """As the training loop has it: with the gradient's norm, clipping and AdamW, and one look at the numbers."""
+    loss = forward_backward(ready, batch).loss
+    norm = optimizer.step(optimizer.config.lr, clip=optimizer.config.clip, loss=loss)
+    ready.passes.release()
+    numbers = torch.stack([loss, norm]).tolist()  # here the host waits for the device, as it does there
+    if not all(map(math.isfinite, numbers)):
+        raise WrongResult("loss or gradient is not finite")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of forward and backward, or of the full step: over many of them, and from the median."""
+
+    milliseconds: float
+    low: float  # 10 % of them are faster
+    high: float  # 10 % are slower
+    tokens_per_second: float
+    tflops: float
+    share_of_product: float
+    peak_memory_GiB: float | None  # the weights included; None where torch does not count it
+
+
+@dataclass(frozen=True)
+class Measured:
+    name: str
+    rows: int
+    tokens: int  # of a row
+    parameters: int
+    flops: int  # forward and backward of the batch
+    precision: str
+    forward_backward: Speed
+    step: Speed
+    compile_seconds: float  # what the first forward, backward and step took longer than later ones
+    same_bits_twice: bool  # gradients of several runs on the same input, without a CUDA graph and with it
+    check: Agreement
+
+
+@dataclass(frozen=True)
+class Failed:
+    name: str
+    error: str
+
+
+def measure(
+    case: Case, batch: Batch, device: torch.device, *, product: float, repeats: int, compute: ComputeConfig
+) -> Measured:
+    """Checks, then times. `product`: TFLOP/s of a matrix product in the same precision."""
+    ready, rows = make_ready(case.config, device, compute), Rows(*to_device(batch, device))
+    reference = reference_of(ready.model)
+    took = []
+
+    def first(given: Rows) -> Passed:
+        begin = time.perf_counter()
+        out = forward_backward(ready, given, trace=True)
+        wait(device)
+        took.append(time.perf_counter() - begin)
+        return out
+
+    # A row from the middle, which shares its tiles of work with others.
+    check = compare(ready.model, reference, rows, row=case.rows // 2, forward_backward=first)
+    require(check, ready.products.precision)
+    del reference
+    wanted, ready.passes.graph = ready.passes.graph, False  # a graph's memory is not seen once it has been made
+    passes_peak = peak_memory(lambda: forward_backward(ready, rows), device)
+    optimizer = Optimizer(ready.model, OptimConfig())  # not before: its moments are no memory of the passes
+    begin = time.perf_counter()
+    step_peak = peak_memory(lambda: full_step(ready, optimizer, rows), device)
+    took.append(time.perf_counter() - begin)
+    plain = gradients(ready, rows)
+    ready.passes.graph = wanted
+    same = all(torch.equal(a, b) for _ in range(2) for a, b in zip(plain, gradients(ready, rows), strict=True))
+    del plain
+
+    work, n_tokens = cost(case.config), case.rows * case.config.block_size
+    flops = case.rows * work.flops
+
+    def speed(run: Callable[[], object], peak: float | None) -> Speed:
+        for _ in range(min(WARM_UP, repeats)):
+            run()
+        low, middle, high = np.percentile(milliseconds(run, device, repeats), (10, 50, 90)).tolist()
+        tflops = flops / middle / 1e9
+        return Speed(middle, low, high, 1000 * n_tokens / middle, tflops, tflops / product, peak)
+
+    passes = speed(lambda: forward_backward(ready, rows), passes_peak)
+    step = speed(lambda: full_step(ready, optimizer, rows), step_peak)
+    return Measured(
+        name=case.name,
+        rows=case.rows,
+        tokens=case.config.block_size,
+        parameters=work.parameters,
+        flops=flops,
+        precision=ready.products.precision,
+        forward_backward=passes,
+        step=step,
+        compile_seconds=max(0.0, sum(took) - (passes.milliseconds + step.milliseconds) / 1000),
+        same_bits_twice=same,
+        check=check,
+    )
+
+
+def gradients(ready: Ready, batch: Rows) -> list[Tensor]:
+    """Copies: a graph leaves the next ones in the same place."""
+    forward_backward(ready, batch)
+    return [torch.empty(0) if p.grad is None else p.grad.clone() for p in ready.model.parameters()]
+
+
+def peak_memory(run: Callable[[], object], device: torch.device) -> float | None:
+    """In GiB, with what was there before; None where torch does not count it."""
+    if device.type != "cuda":
+        run()
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    wait(device)
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Of each run: by events on a GPU, which wait for nothing between runs; elsewhere by the clock."""
+    found = []
+    if device.type == "cuda":
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        for begin, end in events:
+            begin.record()
+            run()
+            end.record()
+        wait(device)
+        return [begin.elapsed_time(end) for begin, end in events]
+    for _ in range(repeats):
+        before = time.perf_counter()
+        run()
+        wait(device)
+        found.append(1000 * (time.perf_counter() - before))
+    return found
+
+
+def product_tflops(device: torch.device, compute: ComputeConfig | None = None) -> float:
+    """Of one matrix product of random numbers: 8192³ in bfloat16 on a GPU, small elsewhere, or it would take long."""
+    size = 8192 if device.type == "cuda" else 512
+    precision = find_precision(compute or ComputeConfig(), device.type)
+    dtype = {"bf16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[precision]
+    torch.manual_seed(SEED)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    milliseconds(lambda: torch.mm(a, b), device, 10)
+    return 2 * size**3 / float(np.median(milliseconds(lambda: torch.mm(a, b), device, 30))) / 1e9
+
+
+def run_cases(
+    cases: Sequence[Case],
+    device: torch.device,
+    *,
+    product: float,
+    repeats: int = 20,
+    data: Path | None = None,
+    compute: ComputeConfig | None = None,
+    report: Callable[[Measured | Failed], None] = lambda _: None,
+) -> list[Measured | Failed]:
+    """What was found for each case, reported as it is. One that fails does not lose the others."""
+    if repeats < 1:
+        raise ValueError(f"--repeats {repeats}: give 1 or more")
+    compute = compute or ComputeConfig()
+    batches = [draw(case, data) for case in cases]  # what can be wrong with the data is wrong before the first minute
+    found: list[Measured | Failed] = []
+    for case, batch in zip(cases, batches, strict=True):
+        try:
+            found.append(measure(case, batch, device, product=product, repeats=repeats, compute=compute))
+        except Exception as error:  # out of memory above all
+            found.append(Failed(case.name, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
+        report(found[-1])
+        torch._dynamo.reset()  # the next case compiles for its own shapes alone
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found

@@ -1,0 +1,88 @@
+"""What the speed of training is measured on: cases by name, and a batch for each.
+
+A case is a size and a form of it: `150m-plain`, `150m-copy-3`, `150m-r4-causal-mixture`, or `1.9b-plain-double`, whose
+rows are twice as long: a plain model on as many streams as r = 2 has, which tells what forking itself costs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import numpy as np
+
+from thoughtbubbles.data.loader import Batch, Loader, Source
+from thoughtbubbles.model.config import ModelConfig, Selection
+
+ROWS = {"nano": 4, "tiny": 4, "150m": 64, "319m": 32, "772m": 16, "1.9b": 8}  # of a batch, for each size
+SEED = 0
+
+
+class Case(NamedTuple):
+    name: str
+    config: ModelConfig  # a row has block_size tokens
+    rows: int
+
+
+def forms(size: str, *, tokens: int | None = None) -> dict[str, ModelConfig]:
+    """The models of one size that are measured, by the second part of a case's name."""
+    n_tokens = tokens or ModelConfig.named(size).block_size
+    plain, copies, bubbles = (
+        replace(ModelConfig.named(name), block_size=n_tokens) for name in (f"{size}-plain", f"{size}-copy-3", size)
+    )
+    found = {"plain": plain, "plain-double": replace(plain, block_size=2 * n_tokens), "copy-3": copies}
+    for budget in (2, 4):
+        for selection in get_args(Selection)[::-1]:
+            for merge in ("residual", "mixture"):
+                name = f"r{budget}-{selection}-{merge}"
+                found[name] = replace(bubbles, budget=budget, selection=selection, merge=merge)
+    return found
+
+
+def default_cases(device: str, *, quick: bool = False) -> list[str]:
+    forked = "r2-causal-residual"
+    few, some = ("plain", forked), ("plain", "plain-double", forked)
+    if device == "cuda":
+        chosen = {"150m": few, "1.9b": few} if quick else {"150m": tuple(forms("150m")), "1.9b": some}
+    else:
+        chosen = {"tiny": few if quick else (*some, "copy-3", "r2-causal-mixture")}
+    return [f"{size}-{form}" for size, names in chosen.items() for form in names]
+
+
+def find_cases(names: Sequence[str], *, rows: int | None = None, tokens: int | None = None) -> list[Case]:
+    """Cases by name; `rows` and `tokens` (of a row; double length has twice as many) in place of the size's own."""
+    for name, value in (("rows", rows), ("tokens", tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} {value}: give 1 or more")
+    known = [f"{size}-{form}" for size in ROWS for form in forms(size)]
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            raise ValueError(
+                f"no case is named {name!r}: {hint}A case is a size ({', '.join(ROWS)}) and a form "
+                f"({', '.join(forms('nano'))}), such as 150m-plain"
+            )
+    found = []
+    for name in dict.fromkeys(names):  # each once
+        size, _, form = name.partition("-")
+        found.append(Case(name, forms(size, tokens=tokens)[form], rows or ROWS[size]))
+    return found
+
+
+def draw(case: Case, data: Path | None = None) -> Batch:
+    """A batch of text from a prepared folder, or of random tokens that are as unevenly frequent as words are (Zipf)."""
+    n_tokens, vocabulary = case.config.block_size, case.config.vocab_size
+    if data is not None:
+        loader = Loader([Source(data)], rows=case.rows, n_tokens=n_tokens, seed=SEED, verify=False)
+        loader.check_vocab(vocabulary)
+        batch = loader.batch(0)
+        if batch.lengths.min() < n_tokens:
+            raise ValueError(f"--data {data}: its rows are padded examples; give running text, or nothing")
+        return batch
+    frequency = 1 / (np.arange(vocabulary) + 2.7)
+    generator = np.random.default_rng(SEED)
+    tokens = generator.choice(vocabulary, (case.rows, n_tokens + 1), p=frequency / frequency.sum())
+    lengths = np.full(case.rows, n_tokens, dtype=np.int64)
+    return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), lengths, np.zeros_like(lengths))

@@ -1,0 +1,178 @@
+"""Before a training step is timed: its loss and gradients against the reference path, in float32 and uncompiled.
+
+The reference shares no kernel with the fast path: its attention writes out the S × S matrix, its loss all logits, so it
+reads one row only. The fast path runs at the size that is timed, with every target ignored but those of that row:
+its loss and its whole gradient are then that row's too, what is checked is the very code that is timed, and nothing is
+compiled for the check alone.
+
+Selection is discrete, and rounding to bfloat16 tips a few per cent of the decisions, after which two models compute
+different functions and their gradients say nothing about each other. So the reference repeats the decisions of the fast
+path: given the same survivors, loss and gradients must agree, whatever row was drawn. At each fork layer it also
+decides by itself, from its own scores and after the same past; the share of candidates on which the two differ is
+bounded too, or a broken selection would pass.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thoughtbubbles.model import inputs
+from thoughtbubbles.model.loss import IGNORED
+from thoughtbubbles.model.selection import Rule
+from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.train.passes import Passed
+
+
+class Rows(NamedTuple):
+    """A batch on its device."""
+
+    ids: Tensor
+    targets: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far the fast path is from the reference: relative errors, and a share of decisions."""
+
+    loss: float
+    gradient: float  # norm of the difference over norm, of all gradients together
+    worst_gradient: float  # of that one parameter whose own gradient is furthest off
+    worst_tensor: str  # its name
+    decisions: float  # share of candidates on which the reference would have decided otherwise
+
+
+class Limits(NamedTuple):
+    loss: float
+    gradient: float
+    worst_gradient: float  # wide, for small tensors are mostly noise; but one that is missing or has a wrong sign fails
+    decisions: float
+
+
+# By the precision of the fast path. In bfloat16 a product has an error of 2⁻⁹, and a gradient went through dozens.
+LIMITS = {
+    "bf16": Limits(loss=1e-2, gradient=5e-2, worst_gradient=0.5, decisions=0.1),
+    "float32": Limits(loss=1e-4, gradient=1e-3, worst_gradient=0.1, decisions=1e-2),
+    "float64": Limits(loss=1e-9, gradient=1e-7, worst_gradient=1e-3, decisions=1e-3),
+}
+
+
+class WrongResult(Exception):
+    """What was to be timed does not compute what it should."""
+
+
+def reference_of(model: Thoughtbubbles) -> Thoughtbubbles:
+    """The reference path on the weights of `model`: shared, not copied; gradients are its own."""
+    with torch.device("meta"):
+        reference = Thoughtbubbles(model.config, attention="reference")
+    reference.load_state_dict(model.state_dict(), assign=True)
+    return reference
+
+
+def one_row_counts(batch: Rows, row: int) -> Rows:
+    targets = torch.full_like(batch.targets, IGNORED)
+    targets[row] = batch.targets[row]
+    return batch._replace(targets=targets)
+
+
+def compare(
+    model: Thoughtbubbles,
+    reference: Thoughtbubbles,
+    batch: Rows,
+    *,
+    row: int,
+    forward_backward: Callable[[Rows], Passed],
+) -> Agreement:
+    """`forward_backward` is the fast path: it leaves its gradients in `model`."""
+    found = forward_backward(one_row_counts(batch, row))
+    decisions = [record.selected[row : row + 1] for record in found.forks or ()]
+    alone = Rows(*(tensor[row : row + 1] for tensor in batch))
+    loss, differing = _reference_pass(reference, alone, decisions)
+    gradient, each = _gradient_errors(model, reference)
+    worst = max(each, key=lambda name: each[name])
+    reference.zero_grad(set_to_none=True)
+    return Agreement(
+        loss=abs(found.loss.item() - loss) / abs(loss),
+        gradient=gradient,
+        worst_gradient=each[worst],
+        worst_tensor=worst,
+        decisions=differing,
+    )
+
+
+def require(agreement: Agreement, precision: str) -> None:
+    limits = LIMITS[precision]
+    for name, limit in limits._asdict().items():
+        value = getattr(agreement, name)
+        if not value <= limit:  # also where it is not a number
+            where = f" ({agreement.worst_tensor})" if name == "worst_gradient" else ""
+            raise WrongResult(f"not what the reference path gives: {name}{where} off by {value:.2e}, allowed {limit:g}")
+
+
+class _Repeated(Rule):
+    """Decides what has been decided before, layer by layer, and counts where it would have decided otherwise."""
+
+    decisions: list[Tensor]  # still to come
+    differing: int
+    candidates: int
+
+    def survives(self, key: Tensor, token: Tensor, lengths: Tensor, n_tokens: int) -> Tensor:
+        own, decided = super().survives(key, token, lengths, n_tokens), self.decisions.pop(0)
+        self.differing += int((own != decided).sum())
+        self.candidates += int((token < n_tokens).sum())
+        return decided
+
+
+def _reference_pass(reference: Thoughtbubbles, batch: Rows, decisions: list[Tensor]) -> tuple[float, float]:
+    """The loss, and the share of decisions that differ; gradients are left in `reference`."""
+    given = inputs.check(
+        reference.config,
+        batch.ids,
+        targets=batch.targets,
+        lengths=batch.lengths,
+        budget=None,
+        selection=None,
+        want=("log_probs",),
+        trace=False,
+        training=True,
+    )
+    rule = _Repeated(*given.rule)
+    rule.decisions, rule.differing, rule.candidates = list(decisions), 0, 0
+    with _exact_products():
+        log_probs = reference.run(given._replace(targets=None, rule=rule), want=("log_probs",)).log_probs
+        assert log_probs is not None
+        loss = F.nll_loss(log_probs.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
+        loss.backward()
+    return loss.item(), rule.differing / max(1, rule.candidates)
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """No TF32, whatever was chosen for the rest of the process."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _gradient_errors(model: Thoughtbubbles, reference: Thoughtbubbles) -> tuple[float, dict[str, float]]:
+    """Of all gradients together, and of each; one that is missing counts as zero."""
+    ours, off, norms = dict(model.named_parameters()), {}, {}
+    for name, parameter in reference.named_parameters():
+        expected, found = parameter.grad, ours[name].grad
+        assert expected is not None, name
+        norms[name] = expected.norm().item()
+        off[name] = norms[name] if found is None else (found - expected).norm().item()
+    whole = sum(norm**2 for norm in norms.values()) ** 0.5
+    smallest = 1e-9 * whole  # a gradient that is zero up to rounding has no relative error
+    return (
+        sum(error**2 for error in off.values()) ** 0.5 / whole,
+        {name: off[name] / max(norms[name], smallest) for name in norms},
+    )

@@ -1,0 +1,56 @@
+"""The precision of a run's products, and the rounded copies of weights that go with it.
+
+With bf16, products take bfloat16 factors while weights, their gradients and the optimizer's moments stay float32. The
+rounded weights are made once for all micro-steps, when the optimizer has moved on. FSDP makes its own.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from thoughtbubbles.model.linear import Linear
+
+
+class Products:
+    """`with products():` around every forward; copies are renewed there when the weights have changed."""
+
+    def __init__(self, model: nn.Module, precision: str, *, device: str, is_sharded: bool = False):
+        self.precision, self.device = precision, device
+        self.linears = [m for m in model.modules() if isinstance(m, Linear)] if not is_sharded else []
+        self.copies: list[Tensor] = []
+        self.made_from: list[int] = []
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        if self.precision != "bf16":
+            yield
+            return
+        self.renew()
+        for linear, copy in zip(self.linears, self.copies, strict=True):
+            linear.narrow = copy
+        try:
+            with torch.autocast(self.device, torch.bfloat16):
+                yield
+        finally:
+            # Outside, nobody would notice that they are old.
+            for linear in self.linears:
+                linear.narrow = None
+
+    def forget(self) -> None:
+        """The next forward rounds the weights again, as it does after a step of the optimizer."""
+        self.made_from = []
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Rounds the weights if they have changed."""
+        weights = [linear.weight for linear in self.linears]
+        versions = [weight._version for weight in weights]
+        if versions == self.made_from:
+            return
+        if not self.copies:
+            self.copies = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights]
+        if weights:
+            torch._foreach_copy_(self.copies, weights)
+        self.made_from = versions

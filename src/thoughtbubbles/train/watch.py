@@ -1,0 +1,78 @@
+"""`--profile`: a few steps of a run are timed, a few more are watched, and the run goes on.
+
+RUN/profile/trace.json.gz   for chrome://tracing or ui.perfetto.dev: one step after another, host and device
+RUN/profile/table.md        the rate, what each millisecond of a step went to, and the longest kernels
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from thoughtbubbles.model.cost import cost
+from thoughtbubbles.train.config import RunConfig
+from thoughtbubbles.train.log import Log
+from thoughtbubbles.train.parallel import World
+from thoughtbubbles.train.profile import markdown, profile_steps, tables
+
+WARM_UP = 5  # steps: compilation, and memory that is asked for once
+STEPS = 5  # timed as they are, and as many watched: being watched costs time
+ALL = 2 * STEPS + 1  # the profiler takes one step to get going
+
+
+class Watch:
+    def __init__(self, config: RunConfig, world: World, log: Log, *, begin: int):
+        self.config, self.world, self.log, self.begin = config, world, log, begin
+        self.is_wanted = config.profile
+
+    def is_due(self, done: int) -> bool:
+        """Once, after a warm-up, and where neither a save nor an evaluation falls among the steps."""
+        if not self.is_wanted or done < self.begin + WARM_UP:
+            return False
+        steps = range(done + 1, done + ALL + 1)  # the last one of a run saves, so that they end before it
+        return not any(self.config.saves_after(step) or self.config.evaluates_after(step) for step in steps)
+
+    def look(self, step: Callable[[], None], *, is_over: Callable[[], bool]) -> None:
+        """Takes ALL steps of the run, unless it is over before; all ranks do, and the first one looks."""
+
+        def go_on() -> None:
+            if not is_over():
+                step()
+
+        self.is_wanted = False
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            go_on()  # each ends with numbers that the host has read, so the device has nothing left to do
+        seconds = (time.perf_counter() - begin) / STEPS
+        if not self.world.is_first:
+            for _ in range(STEPS + 1):
+                go_on()
+            return
+        folder = self.config.folder / "profile"
+        found = profile_steps(go_on, steps=STEPS, device=self.world.device, trace=folder / "trace.json.gz")
+        if is_over():
+            return
+        rates = self._rates(seconds)
+        (folder / "table.md").write_text(markdown(found, rates))
+        for table in tables(found, rates):
+            self.log.show(table)
+        self.log.say(f"profile: {folder}")
+
+    def _rates(self, seconds: float) -> dict[str, str]:
+        config = self.config
+        flops = cost(config.model).flops * config.rows / self.world.size
+        rates = {
+            "ms a step": f"{seconds * 1e3:.2f}",
+            "tokens/s": f"{config.tokens_per_step / seconds:,.0f}",
+            "TFLOP/s a device": f"{flops / seconds / 1e12:,.3g}",
+        }
+        if self.world.device.type == "cuda":
+            rates["peak memory"] = f"{torch.cuda.max_memory_allocated(self.world.device) / 2**30:.1f} GiB"
+        return rates
+
+    def close(self) -> None:
+        if self.is_wanted:
+            self.log.say(
+                f"--profile found no {ALL} steps after the first {WARM_UP} without a save or an evaluation among them: "
+                "raise --save.every and --eval.every, or --tokens"
+            )

@@ -1,0 +1,115 @@
+"""The optimizer's step: torch's own AdamW and Muon with clipping, to the last bit that can be asked for."""
+
+import math
+
+import pytest
+import torch
+
+from helpers import SAME_FUNCTION, SAME_FUNCTION_FLOAT32, lively_model, small_config
+from thoughtbubbles.train.config import OptimConfig
+from thoughtbubbles.train.optim import Optimizer
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+
+
+def reference(model, optim):
+    """As anyone would write it with torch.optim."""
+    named = dict(model.named_parameters())
+    matrices = {n for n, p in named.items() if optim.kind == "muon" and p.ndim == 2 and n.startswith("blocks.")}
+    rest = [p for n, p in named.items() if n not in matrices]
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    parts = [torch.optim.AdamW(groups, betas=optim.betas, foreach=False, fused=False)]
+    if matrices:
+        muon = [named[n] for n in matrices]
+        parts.append(torch.optim.Muon(muon, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw"))
+    return parts
+
+
+def give_gradients(model, seed, *, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale
+        parameter.grad = gradient.to(parameter.device, parameter.dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("clip", [0.0, 0.5, 1e4])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", SAME_FUNCTION), ("float32", SAME_FUNCTION_FLOAT32)])
+def test_a_step_is_clipping_and_then_torchs_own(kind, clip, dtype, tolerance, device):
+    """Of 0.5 every gradient is cut, of 1e4 none."""
+    optim = OptimConfig(kind=kind, weight_decay=0.3)
+    ours, theirs = (lively_model(small_config(), dtype=getattr(torch, dtype)).to(device) for _ in range(2))
+    optimizer, parts = Optimizer(ours, optim), reference(theirs, optim)
+    for step in range(5):
+        lr = 1e-2 / (step + 1)
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        versions = [p._version for p in ours.parameters()]
+        norm = optimizer.step(lr, clip=clip)
+        assert all(p._version > v for p, v in zip(ours.parameters(), versions, strict=True))  # copies can tell
+        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), clip or math.inf)
+        for part in parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+            part.step()
+        torch.testing.assert_close(norm, expected, rtol=tolerance, atol=tolerance)
+    assert optimizer.updates == 5
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("cause", ["nan", "inf", "loss"])
+def test_what_is_not_finite_changes_nothing(kind, dtype, cause, device):
+    model = lively_model(small_config(), dtype=dtype).to(device)
+    optimizer = Optimizer(model, OptimConfig(kind=kind))
+
+    def everything():
+        found = {**model.state_dict(), **optimizer.tensors()}
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+    good, bad = torch.tensor(1.0, device=device), torch.tensor(math.inf, device=device)
+    for step in range(4):
+        give_gradients(model, step)
+        before, skip = everything(), step in (0, 2)
+        if skip and cause != "loss":
+            model.final_norm.bias.grad[3] = float(cause)
+        optimizer.step(1e-2, clip=1.0, loss=bad if skip and cause == "loss" else good)
+        same = [torch.equal(tensor, before[name]) for name, tensor in everything().items()]
+        assert all(same) if skip else not any(same)
+    assert optimizer.updates == 2
+
+
+def test_state_has_the_names_of_checkpoints():
+    model = lively_model(small_config())
+    names = set(Optimizer(model, OptimConfig(kind="muon")).tensors())
+    assert {"momentum_buffer.blocks.0.mlp.up.weight", "exp_avg.embedding.weight", "exp_avg_sq.final_norm.bias"} <= names
+    assert "exp_avg.blocks.0.mlp.up.weight" not in names
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_a_step_does_not_wait_for_the_device(clip):
+    model = lively_model(small_config(), dtype=torch.float32).cuda()
+    optimizer = Optimizer(model, OptimConfig())
+    give_gradients(model, 0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step(1e-2, clip=clip, loss=torch.ones((), device="cuda"))
+        optimizer.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.updates == 1
