@@ -1,13 +1,16 @@
-"""The training command end to end on a GPU: tokens a second, share of the chip's peak, memory, and what saving costs.
+"""The training command end to end on a GPU: tokens a second, share of the chip's peak, memory, and the time to start.
 
 python benchmarks/train.py --data DIR       DIR: a folder made by `thoughtbubbles prepare` with the gpt2 tokenizer
 
 Every case is a run of a recipe, in a process of its own, with loader, logging, checkpoints and evaluation. Before
-anything is timed, a run that is stopped and resumed must log the losses of one that is not, bit for bit.
+anything is timed, a run that is stopped and resumed must log the losses of one that is not, bit for bit. With
+--full-steps FILE, the results of benchmarks/train_step.py on the same machine, each rate is compared with that of the
+bare full step.
 """
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -24,21 +27,38 @@ ROWS = {"150m": 64, "1.9b": 8}
 CASES = ["150m-plain-owt", "150m-r2-owt", "150m-r2-paper-owt", "1.9b-plain", "1.9b-r2"]
 
 
-def train(recipe: str, data: Path, out: Path, *, steps: int, more: list[str], ranks: int = 0) -> float:
+FULL_STEP = {  # the bare step of each recipe's model
+    "150m-plain-owt": "150m-plain",
+    "150m-r2-owt": "150m-r2-causal-mixture",
+    "150m-r2-paper-owt": "150m-r2-block-mixture",
+    "1.9b-plain": "1.9b-plain",
+    "1.9b-r2": "1.9b-r2-causal-residual",
+}
+
+
+def train(recipe: str, data: Path, out: Path, *, steps: int, more: list[str], ranks: int = 0) -> tuple[float, float]:
+    """Seconds of the whole command, and from its start to the end of its first step."""
     rows = ROWS[recipe.partition("-")[0]]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     command = [sys.executable, *launcher, "-m", "thoughtbubbles", "train", recipe, "--out", str(out)]
     command += ["--data.mixture", str(data), "--tokens-per-step", str(rows * 512), "--tokens", str(steps * rows * 512)]
     command += ["--compute.micro-rows", str(rows), "--eval.tokens", "8192", "--eval.sample-tokens", "8", *more]
-    begin = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
-    return time.perf_counter() - begin
+    begin, first = time.perf_counter(), 0.0
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryDirectory() as empty:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor", "TRITON_CACHE_DIR": f"{empty}/triton"}
+        process = subprocess.Popen(command, stdout=said, stderr=said, env={**os.environ, **caches})
+        while process.poll() is None:
+            time.sleep(0.05)
+            if not first and (out / "metrics.jsonl").exists() and losses(out):
+                first = time.perf_counter() - begin
+        if process.returncode:
+            said.seek(0)
+            raise SystemExit(f"{' '.join(command)}\n{said.read()}")
+    return time.perf_counter() - begin, first
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines(keepends=True) if "\n" in line]
 
 
 def losses(out: Path) -> list[float]:
@@ -69,7 +89,7 @@ def check(data: Path, folder: Path) -> dict[str, Any]:
 
 def measure(recipe: str, data: Path, folder: Path, *, steps: int) -> dict[str, Any]:
     out = folder / recipe
-    seconds = train(recipe, data, out, steps=steps, more=["--save.every", "0", "--log.every", "5"])
+    seconds, first = train(recipe, data, out, steps=steps, more=["--save.every", "0", "--log.every", "5"])
     speeds = [line for line in lines(out) if "tokens_per_second" in line][2:]  # past compilation
     steps_logged = [line for line in lines(out) if "loss" in line]
     shutil.rmtree(out)
@@ -82,6 +102,7 @@ def measure(recipe: str, data: Path, folder: Path, *, steps: int) -> dict[str, A
         "peak_memory_GiB": max(line.get("peak_memory_GiB", 0) for line in steps_logged),
         "first_loss": steps_logged[0]["loss"],
         "last_loss": steps_logged[-1]["loss"],
+        "seconds_to_the_first_step": first,  # from the start of the process, nothing compiled before
         "seconds_whole_command": seconds,
     }
 
@@ -91,16 +112,23 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--cases", nargs="*", default=CASES)
+    parser.add_argument("--no-check", action="store_true", help="only time")
+    parser.add_argument("--full-steps", type=Path, help="results of train_step.py, to compare with")
     parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark times a GPU and finds none")
+    found = json.loads(args.full_steps.read_text())["cases"] if args.full_steps else []
+    rates = {case["name"]: case["step"]["tokens_per_second"] for case in found if "step" in case}
+    bare = {recipe: rates[name] for recipe, name in FULL_STEP.items() if name in rates}
     with tempfile.TemporaryDirectory() as folder:
-        checked = check(args.data, Path(folder))
+        checked = {} if args.no_check else check(args.data, Path(folder))
         print(checked)
         cases = []
         for recipe in args.cases:
             cases.append(measure(recipe, args.data, Path(folder), steps=args.steps))
+            if recipe in bare:
+                cases[-1]["share_of_the_bare_full_step"] = cases[-1]["tokens_per_second"] / bare[recipe]
             print(json.dumps(cases[-1]))
     print(write_results("train", "cuda", {"steps": args.steps, **checked, "cases": cases}, to=args.out))
 

@@ -1,15 +1,20 @@
 """Shape annotations are checked at run time here, and only here; every test starts from the same seed."""
 
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 
 import jaxtyping
 import pytest
+import torch
 from hypothesis import settings
 
-# Before the package is first imported: every annotated function then checks the shapes it is given and returns.
-jaxtyping.install_import_hook("thoughtbubbles", "beartype.beartype")
+if torch.cuda.is_available() and find_spec("triton"):  # Triton reads a kernel's source and globals: no wrappers there
+    for name in ("adamw", "attention", "decode", "fork", "gelu", "loss"):
+        import_module(f"thoughtbubbles.model.kernels.{name}")
 
-import torch  # noqa: E402
+# Before the rest of the package is imported: every annotated function then checks the shapes it is given and returns.
+jaxtyping.install_import_hook("thoughtbubbles", "beartype.beartype")
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repeatable")

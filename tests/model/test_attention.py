@@ -1,6 +1,15 @@
-"""The fused path against the reference: outputs, gradients, precision, and that it really is the flash kernel."""
+"""The fused path against the reference: outputs, gradients, precision, and that it really is the flash kernel.
 
+Our own kernels for a block (attention, GELU) run here in Triton's interpreter; test_gpu.py runs them on a GPU.
+"""
+
+import importlib.util
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +19,7 @@ from helpers import BFLOAT16, SAME_FUNCTION, SAME_FUNCTION_FLOAT32, lively_model
 from thoughtbubbles.model.attention import Attenuation, attenuation, fused_attention, reference_attention
 
 PATHS = (reference_attention, fused_attention)
+GELU_ABSOLUTE = 1e-6  # its normal distribution is a formula with an error of 8e-8, and z may be 12
 
 
 def inputs(streams: int = 13, head: int = 6, dtype: torch.dtype = torch.float64, low: float = -25.0):
@@ -120,3 +130,32 @@ def test_whole_models_agree_in_float32(selection):
         for path in ("fused", "reference")
     ]
     torch.testing.assert_close(*outputs, atol=SAME_FUNCTION_FLOAT32, rtol=SAME_FUNCTION_FLOAT32)
+
+
+def probe_kernels(cases: str) -> None:
+    """On the CPU, through Triton's interpreter, in a process of its own, since that is chosen at import."""
+    script = Path(__file__).with_name("attention_kernel_probe.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, str(script), cases], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    wrong = {}
+    for case, found in json.loads(run.stdout).items():
+        for name, value in found.items():
+            bound = GELU_ABSOLUTE if name.endswith("absolute") else SAME_FUNCTION_FLOAT32
+            if not (value if isinstance(value, bool) else value < bound):
+                wrong[f"{case}: {name}"] = value
+    assert not wrong
+
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@needs_triton
+def test_the_kernels_of_a_block():
+    probe_kernels("quick")
+
+
+@needs_triton
+@pytest.mark.slow  # the interpreter takes about a minute
+def test_the_kernels_of_a_block_in_all_sizes():
+    probe_kernels("full")

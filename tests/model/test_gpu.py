@@ -1,13 +1,23 @@
-"""What only a GPU can show: the CPU's decisions, the flash kernel in bfloat16, no waiting, the same bits twice."""
+"""What only a GPU can show: the CPU's decisions, kernels in bfloat16, no waiting, the same bits twice."""
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from helpers import BFLOAT16, ORACLE_OUTPUT, lively_model, random_ids, small_config
+from helpers import (
+    BFLOAT16,
+    BFLOAT16_GRADIENT,
+    ORACLE_OUTPUT,
+    SAME_FUNCTION_FLOAT32,
+    lively_model,
+    random_ids,
+    small_config,
+)
 from thoughtbubbles.model.attention import Attenuation, fused_attention, reference_attention
+from thoughtbubbles.model.block import Block
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.train.precision import Products
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -55,49 +65,161 @@ def test_fused_attention_in_bfloat16_on_the_flash_kernel(head, streams):
         assert (ours.double() - theirs).norm() / theirs.norm() < BFLOAT16
 
 
+def random_heads(streams: int, head: int, **options):
+    """Of the probe that runs the same kernels in Triton's interpreter; it needs Triton, which comes with CUDA."""
+    from attention_kernel_probe import Heads
+
+    return Heads(streams, head, dtype=torch.bfloat16, device="cuda", **options)
+
+
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("streams", [1, 7, 333, 512, 1000, 1024])
+def test_our_attention_in_bfloat16(streams, head):
+    batch = 2 if streams > 100 else 64  # a score's gradient is one sum that may cancel: many of them
+    for gates in ({}, {"qk": False}, {"value": False}, {"qk": False, "value": False}):
+        errors = random_heads(streams, head, n_head=3, batch=batch, low=-20.0, **gates).errors()
+        assert errors.pop("out") < BFLOAT16
+        assert all(error < BFLOAT16_GRADIENT for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("head", [16, 32])
+def test_our_attention_with_small_heads(head):
+    errors = random_heads(333, head).errors()
+    assert errors.pop("out") < BFLOAT16
+    assert all(error < BFLOAT16_GRADIENT for error in errors.values()), errors
+
+
+def test_our_attention_with_low_and_vanished_scores():
+    heads = random_heads(333, 64, low=-60.0, high=-55.0)
+    errors = heads.errors()
+    assert all(error < BFLOAT16_GRADIENT for error in errors.values()), errors
+    heads = random_heads(333, 64)
+    heads.log_score[:, 100:200] = -200.0
+    heads.log_score[:, 200:300] = -103.0  # above zero, and below what a float32 has all its bits for
+    assert all(error < BFLOAT16_GRADIENT for error in heads.errors().values())
+    assert all(x.isfinite().all() for x in heads.through_kernels().values())
+
+
+def test_our_attention_with_logits_in_the_hundreds():
+    assert all(x.isfinite().all() for x in random_heads(333, 64, size=12.0).through_kernels().values())
+
+
+@pytest.mark.parametrize(("streams", "head"), [(1000, 64), (333, 128)])
+def test_our_attention_has_the_same_bits_twice(streams, head):
+    heads = random_heads(streams, head)
+    first, second = heads.through_kernels(), heads.through_kernels()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_our_attention_never_has_a_matrix_of_all_pairs():
+    """Neither kept for the backward nor for a moment."""
+    streams, sizes = 8192, []
+    heads = random_heads(streams, 64, n_head=1, batch=1)
+    heads.through_kernels()  # compiles
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(x.numel())
+        return x
+
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        heads.through_kernels()
+    assert 0 < max(sizes) < streams * streams
+    assert torch.cuda.max_memory_allocated() - before < streams * streams
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 7, 100), (2, 333, 1536), (3, 1000, 3072)])
+def test_our_gelu_in_bfloat16(shape):
+    from attention_kernel_probe import gelu_results, on_a_grid, plain_gelu
+
+    from thoughtbubbles.model.kernels.gelu import gelu
+
+    x, bias = on_a_grid(*shape, device="cuda").bfloat16(), on_a_grid(shape[-1], device="cuda")
+    upstream = torch.randn(shape, device="cuda").bfloat16()
+    ours, again = (gelu_results(x, bias, upstream, gelu) for _ in range(2))
+    exact = gelu_results(x.double(), bias.double(), upstream.double(), plain_gelu)
+    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+    assert [a.dtype for a in ours] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    for a, b in zip(ours[:2], exact[:2], strict=True):  # one rounding, of half a unit in the last of 8 bits
+        assert ((a.double() - b).abs() <= b.abs() / 256 + 1e-6).all()
+    assert (ours[2].double() - exact[2]).norm() < SAME_FUNCTION_FLOAT32 * exact[2].norm()
+
+
+@pytest.mark.parametrize("with_copies", [True, False])
+@pytest.mark.parametrize(("streams", "head"), [(333, 64), (512, 128)])
+def test_a_block_on_our_kernels(streams, head, with_copies):
+    """In bfloat16, against the explicit matrix in float64: what it adds to its input, and every gradient."""
+    from attention_kernel_probe import error, module_results
+
+    heads = random_heads(streams, head, n_head=4)
+    by = heads.by(heads.log_score)
+    by = by._replace(write=by.value)
+    block, x = Block(4 * head, 4).cuda(), torch.randn(2, streams, 4 * head, device="cuda")
+    exact = module_results(block.double(), x.double(), heads.turn, by, "reference")
+    products = Products(block.float(), "bf16", device="cuda", is_sharded=not with_copies)
+    with products():
+        assert block.attention.has_kernel(x)
+        ours = module_results(block, x, heads.turn, by, "fused")
+    assert error(ours["added"], exact["added"]) < BFLOAT16
+    errors = {name: error(ours[name], exact[name]) for name in exact}
+    assert all(value < BFLOAT16_GRADIENT for value in errors.values()), errors
+    assert all(grad.dtype == torch.float32 for grad in ours.values())
+
+
 def training_model(**changes) -> tuple[Thoughtbubbles, torch.Tensor]:
     torch.manual_seed(0)
     config = ModelConfig(n_layer=4, n_head=4, width=256, vocab_size=1024, fork_layers=(1, 2, 3), **changes)
     return Thoughtbubbles(config).cuda(), torch.randint(1024, (4, 512), device="cuda")
 
 
-def step(model: Thoughtbubbles, ids: torch.Tensor) -> list[torch.Tensor]:
+def products_of(model: Thoughtbubbles, with_copies: bool) -> Products:
+    return Products(model, "bf16", device="cuda", is_sharded=not with_copies)
+
+
+def step(model: Thoughtbubbles, ids: torch.Tensor, products: Products) -> list[torch.Tensor]:
     model.zero_grad()
-    with torch.autocast("cuda", torch.bfloat16):
+    with products():
         loss = model(ids, targets=ids.roll(-1, 1)).loss
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("with_copies", [True, False])
 @pytest.mark.parametrize("merge", ["mixture", "residual", "original"])
-def test_a_training_step_never_waits_for_the_device(merge):
+def test_a_training_step_never_waits_for_the_device(merge, with_copies):
     model, ids = training_model(merge=merge)
-    step(model, ids)
+    products = products_of(model, with_copies)
+    step(model, ids, products)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        step(model, ids)
+        products.forget()
+        step(model, ids, products)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("with_copies", [True, False])
 @pytest.mark.parametrize("merge", ["mixture", "residual"])
-def test_the_same_bits_twice(merge, monkeypatch):
+def test_the_same_bits_twice(merge, with_copies, monkeypatch):
     """With torch's own switch for it: our sums have no atomics whose order matters."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     model, ids = training_model(merge=merge)
+    products = products_of(model, with_copies)
     torch.use_deterministic_algorithms(True)
     try:
-        first, second = step(model, ids), step(model, ids)
+        first, second = step(model, ids, products), step(model, ids, products)
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("with_copies", [True, False])
 @pytest.mark.parametrize("merge", ["mixture", "residual"])
-def test_bfloat16_against_float32(merge):
+def test_bfloat16_against_float32(merge, with_copies):
     model, ids = training_model(merge=merge)
-    rounded = step(model, ids)
+    rounded = step(model, ids, products_of(model, with_copies))
     model.zero_grad()
     exact = model(ids, targets=ids.roll(-1, 1)).loss
     exact.backward()

@@ -150,37 +150,6 @@ def test_every_score_head_and_fork_embedding_learns(merge, selection):
         assert (fork.score.weight.grad.abs().sum(1) > 0).all(), "both the fork and the keep score"
 
 
-def test_initial_weights():
-    config = named("tiny", width=256, score_bias=1.5)
-    torch.manual_seed(0)
-    model = Thoughtbubbles(config)
-    stds = {
-        "embedding.weight": 0.02,
-        "blocks.0.attention.qkv.weight": 0.02,
-        "blocks.0.mlp.up.weight": 0.02,
-        "blocks.5.attention.out.weight": 0.02 / math.sqrt(12),
-        "blocks.5.mlp.down.weight": 0.02 / math.sqrt(12),
-        "forks.1.score.weight": 0.02,
-        "forks.1.embedding": 1 / 16,
-    }
-    state = model.state_dict()
-    for name, std in stds.items():
-        assert state[name].std().item() == pytest.approx(std, rel=0.15), name
-    for name, value in state.items():
-        if name.endswith("score.bias"):
-            assert (value == 1.5).all()
-        elif name.endswith("bias"):
-            assert (value == 0).all(), name
-        elif name.endswith("norm.weight"):
-            assert (value == 1).all(), name
-    with torch.device("meta"):
-        bare = Thoughtbubbles(config)
-    bare = bare.to_empty(device="cpu")
-    torch.manual_seed(0)
-    bare.init_weights()
-    assert all(value.isfinite().all() for value in bare.state_dict().values()), "init_weights leaves no tensor out"
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -1,6 +1,11 @@
 """The optimizer's step: torch's own AdamW and Muon with clipping, to the last bit that can be asked for."""
 
+import importlib.util
+import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,14 +13,11 @@ import torch
 from helpers import SAME_FUNCTION, SAME_FUNCTION_FLOAT32, lively_model, small_config
 from thoughtbubbles.train.config import OptimConfig
 from thoughtbubbles.train.optim import Optimizer
+from train import adamw_probe
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-    ),
-]
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 def reference(model, optim):
@@ -99,6 +101,48 @@ def test_state_has_the_names_of_checkpoints():
     assert "exp_avg.blocks.0.mlp.up.weight" not in names
 
 
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=ON_GPU)],  # a quarter of a minute
+)
+def by_kernel(request):
+    """What the kernel does; on the CPU through Triton's interpreter, chosen at import and so in another process."""
+    device = request.param
+    if device == "cuda":
+        return {"differences": adamw_probe.differences(device), "bits": adamw_probe.bits(device)}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, adamw_probe.__file__], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@needs_triton
+def test_the_kernel_is_torchs_adamw_in_float64(by_kernel):
+    for case, difference in by_kernel["differences"].items():
+        assert difference < SAME_FUNCTION_FLOAT32, case
+
+
+@needs_triton
+def test_the_kernel_gives_the_same_bits_and_skips_without_changing_one(by_kernel):
+    for case, is_so in by_kernel["bits"].items():
+        assert is_so, case
+
+
+@needs_triton
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_kernels_tables_are_made_anew_when_something_has_moved(device):
+    for case, is_so in adamw_probe.tables(device).items():
+        assert is_so, case
+
+
+@needs_triton
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_float32_on_a_gpu_goes_by_kernel(device, dtype):
+    optimizer = Optimizer(lively_model(small_config(), dtype=dtype).to(device), OptimConfig())
+    assert (optimizer._planner is not None) == (device == "cuda" and dtype == torch.float32)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("clip", [0.0, 1.0])
@@ -106,10 +150,14 @@ def test_a_step_does_not_wait_for_the_device(clip):
     model = lively_model(small_config(), dtype=torch.float32).cuda()
     optimizer = Optimizer(model, OptimConfig())
     give_gradients(model, 0)
+    elsewhere = [parameter.grad.clone() for parameter in model.parameters()]
     torch.cuda.set_sync_debug_mode("error")
     try:
         optimizer.step(1e-2, clip=clip, loss=torch.ones((), device="cuda"))
+        for parameter, gradient in zip(model.parameters(), elsewhere, strict=True):
+            parameter.grad = gradient
+        optimizer.step(1e-2, clip=clip)
         optimizer.zero_grad()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert optimizer.updates == 1
+    assert optimizer.updates == 2

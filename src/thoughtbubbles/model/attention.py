@@ -117,8 +117,7 @@ class Attention(torch.nn.Module):
         if path is fused_attention and self.has_kernel(x):
             from thoughtbubbles.model.kernels.attention import attend
 
-            qkv, shift = self.qkv.product(x), self.qkv.bias
-            heads = attend(qkv, shift, *turn, key_bias=by.key_bias, value=by.value, n_head=self.n_head)
+            heads = attend(self.qkv(x), *turn, key_bias=by.key_bias, value=by.value, n_head=self.n_head)
             return self.out(heads), None
         q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         turned, weights = path(rotate(q, turn), rotate(k, turn), v, by)

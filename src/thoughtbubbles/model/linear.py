@@ -46,7 +46,7 @@ class _NarrowProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         x, narrow = ctx.saved_tensors
-        rows, x = upstream.flatten(0, -2), x.flatten(0, -2)
+        rows, x = upstream.reshape(-1, upstream.shape[-1]), x.reshape(-1, x.shape[-1])
         bias = rows.sum(0, dtype=ctx.wide) if ctx.has_bias else None
         return upstream @ narrow, _wide_product(rows.T, x, ctx.wide), bias, None
 

@@ -10,7 +10,6 @@ causal  Token t decides with what is known at t, and no decision is ever revised
         In closed form A_t = S_t + min(0, min_{j≤t}(cap_j − S_j)), where S is the running sum of s: no loop over tokens.
 """
 
-import importlib.util
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from thoughtbubbles.model import kernels
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import BudgetMode, ModelConfig, Selection
 from thoughtbubbles.model.streams import slots, streams_up_to, take
@@ -27,7 +27,6 @@ ORIGINAL = 1  # the level of an original's keep candidate: log scores are ≤ 0,
 UNUSED = -(2**30)  # the level of unused slots: below every other
 RUN = 64  # candidates compared pair by pair when ranks are counted: near the square root of what a row usually has
 STRIDE = 2**32  # levels are this far apart, which leaves room for the candidate's index
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # then a GPU counts and packs with kernels/fork.py
 
 
 class Rule(NamedTuple):
@@ -117,7 +116,7 @@ def candidate_keys(level: Int[Tensor, "B C"]) -> Int[Tensor, "B C"]:
 
 
 def select_block(key: Int[Tensor, "B C"], cap: Int[Tensor, "B 1"]) -> Bool[Tensor, "B C"]:
-    if key.is_cuda and HAS_TRITON:
+    if key.is_cuda and kernels.HAS_TRITON:
         return _rank_in_row(key) < cap
     ranked = key.sort(dim=-1, descending=True).values
     smallest_survivor = ranked.gather(-1, (cap - 1).clamp(max=key.shape[1] - 1))
@@ -126,7 +125,7 @@ def select_block(key: Int[Tensor, "B C"], cap: Int[Tensor, "B 1"]) -> Bool[Tenso
 
 def select_causal(key: Int[Tensor, "B C"], token: Int[Tensor, "B C"], cap: Int[Tensor, "#B T"]) -> Bool[Tensor, "B C"]:
     batch, n_tokens = key.shape[0], cap.shape[1]
-    rank, rank_in_bubble = _ranks(key, token) if key.is_cuda and HAS_TRITON else ranks(key, token, n_tokens)
+    rank, rank_in_bubble = _ranks(key, token) if key.is_cuda and kernels.HAS_TRITON else ranks(key, token, n_tokens)
 
     passes = rank < take(_with_unused(cap.expand(batch, -1)), token)
     passed = F.pad(passes.cumsum(-1), (1, 0))
@@ -175,7 +174,7 @@ def pack(survives: Bool[Tensor, "B C"], n_slots: int) -> tuple[Int[Tensor, "B n"
 
     In the slots left over at the right stands C (no candidate), and at a candidate that was dropped n (no slot).
     """
-    if survives.is_cuda and HAS_TRITON:
+    if survives.is_cuda and kernels.HAS_TRITON:
         return _pack(survives, n_slots)
     filled = survives.cumsum(-1)
     place = torch.where(survives & (filled <= n_slots), filled - 1, n_slots)

@@ -21,6 +21,7 @@ from thoughtbubbles.model.block import Block
 from thoughtbubbles.model.budget import Budget, BudgetLike
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.fork import ForkLayer, ForkRecord, ScoreHead
+from thoughtbubbles.model.initial import Undrawn, draw_normal, has_numbers
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.rope import Rotation, rotation
 from thoughtbubbles.model.streams import Streams, find_bubbles, positions, wide_dtype
@@ -47,12 +48,13 @@ class Thoughtbubbles(nn.Module):
             raise ValueError(f"attention = {attention!r}: choose one of {tuple(PATHS)}")
         self.config = config
         self.attention = attention
-        self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.blocks = nn.ModuleList(Block(config.width, config.n_head) for _ in range(config.n_layer))
-        self.forks = nn.ModuleDict(
-            {str(layer): ForkLayer(config.width, score_bias=config.score_bias) for layer in config.fork_layers}
-        )
-        self.final_norm = nn.LayerNorm(config.width)
+        with Undrawn():
+            self.embedding = nn.Embedding(config.vocab_size, config.width)
+            self.blocks = nn.ModuleList(Block(config.width, config.n_head) for _ in range(config.n_layer))
+            self.forks = nn.ModuleDict(
+                {str(layer): ForkLayer(config.width, score_bias=config.score_bias) for layer in config.fork_layers}
+            )
+            self.final_norm = nn.LayerNorm(config.width)
         self.init_weights()
 
     @torch.no_grad()
@@ -68,20 +70,23 @@ class Thoughtbubbles(nn.Module):
         | forks.*.score                                  | N(0, 0.02), bias (if any) `score_bias`    |
         | forks.*.embedding                              | N(0, 1) / √D                              |
         """
+        if not has_numbers(self.embedding.weight):
+            return
         into_residual = 0.02 / math.sqrt(2 * self.config.n_layer)
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        deviations = {"embedding.weight": 0.02}
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=into_residual if name.endswith((".out", ".down")) else 0.02)
+                deviations[f"{name}.weight"] = into_residual if name.endswith((".out", ".down")) else 0.02
                 nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
             elif isinstance(module, ScoreHead):
-                nn.init.normal_(module.weight, std=0.02)
+                deviations[f"{name}.weight"] = 0.02
                 if module.bias is not None:
                     nn.init.constant_(module.bias, module.initial_bias or 0.0)
             elif isinstance(module, ForkLayer):
-                nn.init.normal_(module.embedding, std=1 / math.sqrt(self.config.width))
+                deviations[f"{name}.embedding"] = 1 / math.sqrt(self.config.width)
+        draw_normal({name: (self.get_parameter(name), deviation) for name, deviation in deviations.items()})
 
     @classmethod
     def load(cls, folder: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = None) -> "Thoughtbubbles":

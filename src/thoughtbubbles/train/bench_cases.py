@@ -42,11 +42,11 @@ def forms(size: str, *, tokens: int | None = None) -> dict[str, ModelConfig]:
 
 def default_cases(device: str, *, quick: bool = False) -> list[str]:
     forked = "r2-causal-residual"
-    few, some = ("plain", forked), ("plain", "plain-double", forked)
+    few, some = ["plain", forked], ["plain", "plain-double", forked]
     if device == "cuda":
-        chosen = {"150m": few, "1.9b": few} if quick else {"150m": tuple(forms("150m")), "1.9b": some}
+        chosen = {"150m": few, "1.9b": few} if quick else {"150m": list(forms("150m")), "1.9b": some}
     else:
-        chosen = {"tiny": few if quick else (*some, "copy-3", "r2-causal-mixture")}
+        chosen = {"tiny": few if quick else [*some, "copy-3", "r2-causal-mixture"]}
     return [f"{size}-{form}" for size, names in chosen.items() for form in names]
 
 

@@ -90,9 +90,7 @@ class Trainer:
         self.model = build_model(config if found is None else replace(config, init_from=None), self.log.say)
         self.model.to(world.device, torch.float64 if self.precision == "float64" else torch.float32)
         parallelize(self.model, world, config.compute)
-        self.products = Products(
-            self.model, self.precision, device=world.device.type, is_sharded=world.is_distributed
-        )
+        self.products = Products(self.model, self.precision, device=world.device.type, is_sharded=world.is_distributed)
         self.passes = Passes(self.model, self.products, graph=uses_graph(config.compute, world))
         self.optimizer = Optimizer(self.model, config.optim)
         self.checkpoints = Checkpoints(

@@ -6,17 +6,23 @@ number of updates made (AdamW's step, the same for every parameter).
 A step is bound by memory: AdamW reads p, g, m, v and writes p, m, v, and the norm reads g once more. So clipping is no
 pass of its own but a factor inside AdamW's kernel, and a step that is not finite is skipped there too, where the device
 knows of it: the host queues everything and waits for nothing. Sharded tensors are worked on as what each rank has.
+float32 on a GPU goes through `model/kernels/adamw.py`, one launch for all parameters; torch's own kernel does the rest.
 """
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from thoughtbubbles.model import kernels
 from thoughtbubbles.train.config import OptimConfig
+
+if TYPE_CHECKING:
+    from thoughtbubbles.model.kernels.adamw import Plan, Planner
 
 STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # what each keeps for a parameter
 EPSILON = 1e-8  # beside the root of the second moment
@@ -60,6 +66,7 @@ class Optimizer:
             )
             for parameter in by_kind["muon"]
         }
+        self._planner = _find_planner(list(self.name_of))
 
     @property
     def updates(self) -> int:
@@ -73,18 +80,50 @@ class Optimizer:
         If the norm, or the loss where it is given, is not finite, nothing changes: no weight, no moment, no count. All
         of it is decided on the device, and the host does not wait.
         """
-        norm = gradient_norm([parameter.grad for parameter in self.name_of if parameter.grad is not None])
+        gradients = [parameter.grad for parameter in self.name_of if parameter.grad is not None]
+        plan = None if self._planner is None else self._plan(self._planner)
+        norm = gradient_norm(gradients, plan)
         finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
         if norm.device.type == "mps" and not finite:  # its kernel can neither skip nor scale
             return norm
         self._updates += finite
-        for has_decay in (True, False):
-            parameters = [p for p in self.parameters["adamw"] if (p.ndim >= 2) == has_decay]
-            self._step_adamw(parameters, lr, self.config.weight_decay * has_decay, norm, clip, finite)
+        if plan is not None:
+            self._launch_adamw(plan, lr, norm, clip, finite)
+        else:
+            for has_decay in (True, False):
+                parameters = [p for p in self.parameters["adamw"] if (p.ndim >= 2) == has_decay]
+                self._step_adamw(parameters, lr, self.config.weight_decay * has_decay, norm, clip, finite)
         for parameter, muon in self._muons.items():
             if parameter.grad is not None:
                 self._step_muon(parameter, muon, lr, norm, clip, finite)
         return norm
+
+    def _plan(self, planner: "Planner") -> "Plan":
+        from thoughtbubbles.model.kernels.adamw import Entry
+
+        entries = []
+        for parameter in self.parameters["adamw"]:
+            if parameter.grad is not None:
+                first, second = (_local(self._state[f"{key}.{self.name_of[parameter]}"]) for key in STATE["adamw"])
+                gradient = _local(parameter.grad).contiguous()
+                entries.append(Entry(_local(parameter), gradient, first, second, decays=parameter.ndim >= 2))
+        others = [_local(p.grad).contiguous() for p in self.parameters["muon"] if p.grad is not None]
+        return planner.plan(entries, others)
+
+    def _launch_adamw(self, plan: "Plan", lr: float, norm: Tensor, clip: float, finite: Tensor) -> None:
+        from thoughtbubbles.model.kernels.adamw import update
+
+        update(
+            plan,
+            lr,
+            factor=_factor(norm, clip) if clip else torch.ones_like(norm),
+            taken=finite,
+            updates=self._updates,
+            betas=self.config.betas,
+            epsilon=EPSILON,
+            decay=self.config.weight_decay,
+        )
+        torch.autograd.graph.increment_version([p for p in self.parameters["adamw"] if p.grad is not None])
 
     def _step_adamw(
         self, parameters: list[Tensor], lr: float, decay: float, norm: Tensor, clip: float, finite: Tensor
@@ -150,16 +189,32 @@ class Optimizer:
                     yield kind, parameter, key
 
 
-def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Of all gradients as one vector, over all ranks; on the device."""
-    own = [_local(gradient) for gradient in gradients]
-    norm = nn.utils.get_total_norm([gradient for gradient in own if gradient.numel()])
+def gradient_norm(gradients: Sequence[Tensor], plan: "Plan | None" = None) -> Tensor:
+    """Of all gradients as one vector, over all ranks; on the device. With a plan, by kernel."""
     first = gradients[0]
-    if not isinstance(first, DTensor):
-        return norm
-    squared = norm.square()
-    dist.all_reduce(squared, group=first.device_mesh.get_group())
-    return squared.sqrt()
+    if plan is None:
+        own = [_local(gradient) for gradient in gradients]
+        norm = nn.utils.get_total_norm([gradient for gradient in own if gradient.numel()])
+        if not isinstance(first, DTensor):
+            return norm
+        squared = norm.square()
+    else:
+        from thoughtbubbles.model.kernels.adamw import sum_of_squares
+
+        squared = sum_of_squares(plan)
+    if isinstance(first, DTensor):
+        dist.all_reduce(squared, group=first.device_mesh.get_group())
+    return squared.sqrt().to(first.dtype)
+
+
+def _find_planner(parameters: Sequence[Tensor]) -> "Planner | None":
+    """Where the kernel serves: float32 on a GPU."""
+    own = [_local(parameter) for parameter in parameters]
+    if not kernels.HAS_TRITON or not all(p.is_cuda and p.dtype == torch.float32 and p.is_contiguous() for p in own):
+        return None
+    from thoughtbubbles.model.kernels.adamw import Planner
+
+    return Planner(own[0].device)
 
 
 def _factor(norm: Tensor, clip: float) -> Tensor:

@@ -20,7 +20,7 @@ class Products:
         self.precision, self.device = precision, device
         self.linears = [m for m in model.modules() if isinstance(m, Linear)] if not is_sharded else []
         self.copies: list[Tensor] = []
-        self.made_from: list[int] = []
+        self.made_from: list[tuple[int, int]] = []
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -45,8 +45,10 @@ class Products:
     @torch.no_grad()
     def renew(self) -> None:
         """Rounds the weights if they have changed."""
+        if self.precision != "bf16":
+            return
         weights = [linear.weight for linear in self.linears]
-        versions = [weight._version for weight in weights]
+        versions = [(weight.data_ptr(), weight._version) for weight in weights]
         if versions == self.made_from:
             return
         if not self.copies:

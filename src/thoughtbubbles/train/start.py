@@ -24,6 +24,8 @@ def build_model(config: RunConfig, say: Callable[[str], None]) -> Thoughtbubbles
     """Initial weights on the CPU, where one seed gives the same numbers for every device and number of ranks."""
     torch.manual_seed(config.seed)
     model = Thoughtbubbles(config.model)
+    if config.compute.precision == "float64":
+        model.double().init_weights()  # drawn in float64 they have the same bits on every kind of CPU too
     if config.init_from is not None:
         fresh = initialize(model, config.init_from)
         layers = sorted({name.split(".")[1] for name in fresh}, key=int)

@@ -1,16 +1,34 @@
 """GPU kernels, each beside a plain twin that says what it computes. Nothing here is needed to run a model.
 
-attention, gelu, loss, fork    for a step of training
-decode                         for a step of writing
+attention, gelu, loss, fork, adamw    for a step of training
+decode                                for a step of writing
 """
 
+from collections.abc import Callable
+from functools import wraps
 from importlib.util import find_spec
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+Rest = ParamSpec("Rest")
+Result = TypeVar("Result")
 HAS_TRITON = find_spec("triton") is not None
 
 
 def serve(x: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether our kernels take what products with x give: half precision (`dtype`) on a GPU."""
     return x.is_cuda and HAS_TRITON and dtype in (torch.bfloat16, torch.float16)
+
+
+def on_its_device(
+    launch: Callable[Concatenate[torch.Tensor, Rest], Result],
+) -> Callable[Concatenate[torch.Tensor, Rest], Result]:
+    """Kernels are launched on the current GPU, which must be the one of the first tensor."""
+
+    @wraps(launch)
+    def launched(first: torch.Tensor, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
+        with torch.cuda.device_of(first):
+            return launch(first, *args, **kwargs)
+
+    return launched

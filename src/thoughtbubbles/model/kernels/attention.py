@@ -5,13 +5,13 @@
 The bias is a number a key, added to the logits in registers: no widened channels, nothing of size S × S. With the
 logits s, the weights w and dw = dout · (P v)ᵀ, the backward is
 
-    ds = w · (dw − rowsum(dout · out)),   dq = c · ds k,   dk = c · dsᵀ q,   d(P v) = wᵀ dout,   dbias = column sum of ds.
+    ds = w · (dw − rowsum(dout · out)),  dq = c · ds k,  dk = c · dsᵀ q,  d(P v) = wᵀ dout,  dbias = column sum of ds.
 
-Three kernels, and each number of their results has one owner, so there are no atomics and the same bits every time:
-`_turn` adds the projection's bias, rotates q and k, multiplies v by P and puts each head's rows side by side; `_query_gradient` walks along the keys
-of a block of queries; `_key_gradient` walks along the queries of a block of keys, and has the column sums for nothing.
-Both turn their results back and write them where the projection wants them, with sums over their rows for its bias. The plain twins are `fused_attention` and
-`reference_attention` in model/attention.py, behind `rotate`.
+No kernel has atomics, since each number has one owner, so the bits are the same every time. `_turn` rotates q and k,
+multiplies v by P and puts each head's rows side by side; `_query_gradient` walks along the keys of a block of queries,
+`_key_gradient` along the queries of a block of keys, with the column sums for nothing. Both turn their results back and
+write them where the projection wants them. The plain twins are `fused_attention` and `reference_attention` in
+model/attention.py, behind `rotate`.
 """
 
 import math
@@ -24,6 +24,8 @@ from jaxtyping import Float
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from thoughtbubbles.model.kernels import on_its_device
+
 LOG2E = tl.constexpr(1.4426950408889634)  # logits are kept in base 2: the GPU's exponential is
 
 
@@ -32,14 +34,19 @@ class Tile(NamedTuple):
 
     queries: int
     keys: int
-    warps: int
-    stages: int
+    warps: int = 4
+    stages: int = 2
+    registers: int | None = None  # of a thread, at most: fewer let more programs run side by side
+
+    def launch(self) -> dict[str, int]:
+        most = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"BM": self.queries, "BN": self.keys, "num_warps": self.warps, "num_stages": self.stages, **most}
 
 
 # Measured on an H200 (docs/guides/speed.md), by head size; other sizes take the next larger one's.
-FORWARD = {64: Tile(64, 128, 4, 2), 128: Tile(64, 64, 4, 2)}
-QUERY_GRADIENT = {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2)}
-KEY_GRADIENT = {64: Tile(32, 64, 4, 3), 128: Tile(64, 64, 4, 2)}
+FORWARD = {64: Tile(64, 128), 128: Tile(64, 64)}
+QUERY_GRADIENT = {64: Tile(64, 64), 128: Tile(64, 64)}
+KEY_GRADIENT = {64: Tile(64, 64, registers=168), 128: Tile(64, 64)}
 TURN_STREAMS = 16
 
 
@@ -51,7 +58,7 @@ def _halves(x, ROWS: tl.constexpr, H: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit
 def _turn(  # type: ignore[no-untyped-def]
-    qkv, shift, cos, sin, value, turned, S, N, part,
+    qkv, cos, sin, value, turned, S, N, part,
     H: tl.constexpr, VALUE: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """(B, S, 3, N, H) → (3, B, N, S, H). `part` is the distance between q, k and v in what is written."""
@@ -67,13 +74,12 @@ def _turn(  # type: ignore[no-untyped-def]
         score = tl.load(value + b * S + s, mask=s < S, other=0.0)[:, None]
     dtype: tl.constexpr = turned.dtype.element_ty
     row = (b * S + s).to(tl.int64)[:, None] * (3 * N * H)
-    for n in range(0, N):
+    for n in range(N):
         into = ((b * N + n).to(tl.int64) * S + s[:, None]) * H + i[None, :]
         for which in tl.static_range(3):
-            channel = (which * N + n) * H + i[None, :]
-            left = tl.load(qkv + row + channel, mask=inside, other=0.0).to(tl.float32) + tl.load(shift + channel)
-            right = tl.load(qkv + row + channel + half, mask=inside, other=0.0).to(tl.float32)
-            right += tl.load(shift + channel + half)
+            source = qkv + row + (which * N + n) * H + i[None, :]
+            left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+            right = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
             if which < 2:
                 x = left * c - right * r
                 y = right * c + left * r
@@ -170,7 +176,7 @@ def _turned_back(x, cos, sin, angle, here, ROWS: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def _query_gradient(  # type: ignore[no-untyped-def]
-    q, k, v, bias, out, dout, lse, delta, cos, sin, dqkv, sums, scale, scale2, S, N,
+    q, k, v, bias, out, dout, lse, delta, cos, sin, dqkv, scale, scale2, S, N,
     H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
@@ -184,7 +190,7 @@ def _query_gradient(  # type: ignore[no-untyped-def]
     do = tl.load(dout + at, mask=here, other=0.0)
     own = tl.sum(do.to(tl.float32) * tl.load(out + at, mask=here, other=0.0).to(tl.float32), 1)
     tl.store(delta + bn * S + m, own, mask=m < S)
-    logsum = tl.load(lse + bn * S + m, mask=m < S, other=0.0)
+    logsum = tl.load(lse + bn * S + m, mask=m < S, other=float("inf"))  # rows past the end have no weights
     dq = tl.zeros((BM, H), tl.float32)
     full = first // BN * BN
     end = tl.minimum(first + BM, S)
@@ -197,9 +203,6 @@ def _query_gradient(  # type: ignore[no-untyped-def]
     to = dqkv + row * (3 * N * H) + head * H + i[None, :]
     tl.store(to, left.to(dqkv.dtype.element_ty), mask=here)
     tl.store(to + half, right.to(dqkv.dtype.element_ty), mask=here)
-    sums += (tl.program_id(0) * tl.num_programs(1) + bn) * H
-    tl.store(sums + i, tl.sum(left, 0))
-    tl.store(sums + half + i, tl.sum(right, 0))
 
 
 @triton.jit
@@ -232,7 +235,7 @@ def _key_over(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _key_gradient(  # type: ignore[no-untyped-def]
-    q, k, v, bias, value, dout, lse, delta, cos, sin, dqkv, sums, dbias, dvalue, scale, scale2, S, N,
+    q, k, v, bias, value, dout, lse, delta, cos, sin, dqkv, dbias, dvalue, scale, scale2, S, N,
     H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BIAS: tl.constexpr, VALUE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -269,18 +272,13 @@ def _key_gradient(  # type: ignore[no-untyped-def]
     to = dqkv + row * (3 * N * H) + (N + head) * H
     tl.store(to + i[None, :], left.to(dtype), mask=here)
     tl.store(to + half + i[None, :], right.to(dtype), mask=here)
-    sums += ((tl.program_id(0) * (tl.num_programs(1) // N) + b) * 2 * N + head) * H
-    tl.store(sums + i, tl.sum(left, 0))
-    tl.store(sums + half + i, tl.sum(right, 0))
     if VALUE:
         score = tl.load(value + b * S + n, mask=n < S, other=0.0)
         # v here has been multiplied by the score already. Where that has vanished altogether, so has the gradient.
         dscore = tl.sum(dv * val.to(tl.float32), 1) / tl.where(score > 0.0, score, 1.0)
         tl.store(dvalue + bn * S + n, dscore, mask=n < S)
         dv = dv * score[:, None]
-    dv = tl.where(here, dv, 0.0)
     tl.store(to + N * H + h[None, :], dv.to(dtype), mask=here)
-    tl.store(sums + N * H + h, tl.sum(dv, 0))
     if BIAS:
         tl.store(dbias + bn * S + n, db, mask=n < S)
 
@@ -304,8 +302,9 @@ def _sizes(qkv: Tensor, n_head: int) -> tuple[int, int, int]:
 
 
 @torch.library.custom_op("thoughtbubbles::attend", mutates_args=())
+@on_its_device
 def _attend(
-    qkv: Tensor, shift: Tensor, cos: Tensor, sin: Tensor, key_bias: Tensor | None, value: Tensor | None, n_head: int
+    qkv: Tensor, cos: Tensor, sin: Tensor, key_bias: Tensor | None, value: Tensor | None, n_head: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, streams, head = _sizes(qkv, n_head)
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
@@ -313,7 +312,7 @@ def _attend(
     out = qkv.new_empty(batch, streams, n_head * head)
     lse = qkv.new_empty(batch, n_head, streams, dtype=torch.float32)
     _turn[(triton.cdiv(streams, TURN_STREAMS), batch)](
-        qkv, shift, cos, sin, cos if value is None else value.contiguous(), turned, streams, n_head, turned[0].numel(),
+        qkv, cos, sin, cos if value is None else value.contiguous(), turned, streams, n_head, turned[0].numel(),
         H=head, VALUE=value is not None, BS=TURN_STREAMS,
     )  # fmt: skip
     tile = _tile(FORWARD, head)
@@ -321,14 +320,13 @@ def _attend(
     _forward[(triton.cdiv(streams, tile.queries), batch * n_head)](
         q, k, v, lse if key_bias is None else key_bias.contiguous(), out, lse,
         LOG2E.value / math.sqrt(head), streams, n_head,
-        H=head, BM=tile.queries, BN=tile.keys, BIAS=key_bias is not None,
-        num_warps=tile.warps, num_stages=tile.stages,
+        H=head, BIAS=key_bias is not None, **tile.launch(),
     )  # fmt: skip
     return out, turned, lse
 
 
 @_attend.register_fake
-def _(qkv, shift, cos, sin, key_bias, value, n_head):  # type: ignore[no-untyped-def]
+def _(qkv, cos, sin, key_bias, value, n_head):  # type: ignore[no-untyped-def]
     batch, streams, head = _sizes(qkv, n_head)
     return (
         qkv.new_empty(batch, streams, n_head * head),
@@ -338,11 +336,12 @@ def _(qkv, shift, cos, sin, key_bias, value, n_head):  # type: ignore[no-untyped
 
 
 @torch.library.custom_op("thoughtbubbles::attend_backward", mutates_args=())
+@on_its_device
 def _attend_backward(
     dout: Tensor, turned: Tensor, out: Tensor, lse: Tensor, cos: Tensor, sin: Tensor,
     key_bias: Tensor | None, value: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of qkv, of its bias, of the key bias and of the value scores; the last two for each head."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of qkv, of the key bias and of the value scores; the last two for each head."""
     _, batch, n_head, streams, head = turned.shape
     dout, cos, sin = dout.contiguous(), cos.contiguous(), sin.contiguous()
     dqkv = turned.new_empty(batch, streams, 3 * n_head * head)
@@ -353,27 +352,20 @@ def _attend_backward(
     score = lse if value is None else value.contiguous()
     scale = 1 / math.sqrt(head)
     tile = _tile(QUERY_GRADIENT, head)
-    blocks = triton.cdiv(streams, tile.queries)
     q, k, v = _described(turned, (tile.queries, tile.keys, tile.keys))
-    query_sums = torch.empty(blocks, batch, 1, n_head, head, device=turned.device)
-    _query_gradient[(blocks, batch * n_head)](
-        q, k, v, bias, out, dout, lse, delta, cos, sin, dqkv, query_sums, scale, scale * LOG2E.value, streams, n_head,
-        H=head, BM=tile.queries, BN=tile.keys, BIAS=key_bias is not None,
-        num_warps=tile.warps, num_stages=tile.stages,
+    _query_gradient[(triton.cdiv(streams, tile.queries), batch * n_head)](
+        q, k, v, bias, out, dout, lse, delta, cos, sin, dqkv, scale, scale * LOG2E.value, streams, n_head,
+        H=head, BIAS=key_bias is not None, **tile.launch(),
     )  # fmt: skip
     tile = _tile(KEY_GRADIENT, head)
-    blocks = triton.cdiv(streams, tile.keys)
     q, k, v = _described(turned, (tile.queries, tile.keys, tile.keys))
     do = TensorDescriptor.from_tensor(dout.flatten(0, 1), [tile.queries, head])
-    key_sums = torch.empty(blocks, batch, 2, n_head, head, device=turned.device)
-    _key_gradient[(blocks, batch * n_head)](
-        q, k, v, bias, score, do, lse, delta, cos, sin, dqkv, key_sums, dbias, dvalue,
+    _key_gradient[(triton.cdiv(streams, tile.keys), batch * n_head)](
+        q, k, v, bias, score, do, lse, delta, cos, sin, dqkv, dbias, dvalue,
         scale, scale * LOG2E.value, streams, n_head,
-        H=head, BM=tile.queries, BN=tile.keys, BIAS=key_bias is not None, VALUE=value is not None,
-        EVEN=streams % tile.queries == 0, num_warps=tile.warps, num_stages=tile.stages,
+        H=head, BIAS=key_bias is not None, VALUE=value is not None, EVEN=streams % tile.queries == 0, **tile.launch(),
     )  # fmt: skip
-    shift = torch.cat([query_sums.sum((0, 1)), key_sums.sum((0, 1))]).flatten()
-    return dqkv, shift, dbias, dvalue
+    return dqkv, dbias, dvalue
 
 
 @_attend_backward.register_fake
@@ -381,24 +373,22 @@ def _(dout, turned, out, lse, cos, sin, key_bias, value):  # type: ignore[no-unt
     _, batch, n_head, streams, head = turned.shape
     return (
         turned.new_empty(batch, streams, 3 * n_head * head),
-        lse.new_empty(3 * n_head * head),
         torch.empty_like(lse if key_bias is not None else lse[:0]),
         torch.empty_like(lse if value is not None else lse[:0]),
     )
 
 
 def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, shift, cos, sin, key_bias, value, _ = inputs
+    _, cos, sin, key_bias, value, _ = inputs
     out, turned, lse = output
-    ctx.shift_dtype = shift.dtype
     ctx.save_for_backward(turned, out, lse, cos, sin, key_bias, value)
 
 
 def _backward(ctx, dout, *_):  # type: ignore[no-untyped-def]
     *_, key_bias, value = ctx.saved_tensors
-    dqkv, shift, dbias, dvalue = _attend_backward(dout, *ctx.saved_tensors)
+    dqkv, dbias, dvalue = _attend_backward(dout, *ctx.saved_tensors)
     return (
-        dqkv, shift.to(ctx.shift_dtype), None, None,
+        dqkv, None, None,
         None if key_bias is None else dbias.sum(1),
         None if value is None else dvalue.sum(1),
         None,
@@ -410,7 +400,6 @@ _attend.register_autograd(_backward, setup_context=_keep)
 
 def attend(
     qkv: Float[Tensor, "B S E"],
-    shift: Float[Tensor, "E"],
     cos: Float[Tensor, "B 1 S half"],
     sin: Float[Tensor, "B 1 S half"],
     *,
@@ -418,8 +407,5 @@ def attend(
     value: Float[Tensor, "B S"] | None,
     n_head: int,
 ) -> Float[Tensor, "B S D"]:
-    """Heads side by side, from projections as they come out of one product: [q | k | v], heads contiguous in each.
-
-    `shift` is the projection's bias, which the product has left out.
-    """
-    return _attend(qkv, shift, cos, sin, key_bias, value, n_head)[0]
+    """Heads side by side, from projections as they come out of one product: [q | k | v], heads contiguous in each."""
+    return _attend(qkv, cos, sin, key_bias, value, n_head)[0]

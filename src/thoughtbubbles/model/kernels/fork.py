@@ -17,6 +17,8 @@ import triton.language as tl
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from thoughtbubbles.model.kernels import on_its_device
+
 MINE, THEIRS = 64, 64  # the tile of pairs that a program looks at together
 PACKED = 1024  # candidates of a row that are packed together
 
@@ -99,6 +101,7 @@ def rank_in_row(key: Int[Tensor, "B C"]) -> Int[Tensor, "B C"]:
     return rank
 
 
+@on_its_device
 def _launch_ranks(key: Tensor, token: Tensor, rank: Tensor, rank_in_bubble: Tensor, *, whole: bool) -> None:
     rows, candidates = key.shape
     _ranks[triton.cdiv(candidates, MINE), rows](
@@ -107,6 +110,7 @@ def _launch_ranks(key: Tensor, token: Tensor, rank: Tensor, rank_in_bubble: Tens
     )  # fmt: skip
 
 
+@on_its_device
 def pack(survives: Bool[Tensor, "B C"], n_slots: int) -> tuple[Int[Tensor, "B n"], Int[Tensor, "B C"]]:
     rows, candidates = survives.shape
     chosen = torch.empty(rows, n_slots, dtype=torch.int64, device=survives.device)

@@ -13,8 +13,10 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-ROWS, COLUMNS = 4, 512  # of a program's tile
-DEEP = 32  # tiles below one another that a program of the backward adds up
+from thoughtbubbles.model.kernels import on_its_device
+
+ROWS, COLUMNS = 2, 1024  # of a program's tile
+DEEP = 16  # tiles below one another that a program of the backward adds up
 
 
 @triton.jit
@@ -59,6 +61,7 @@ def _gelu_backward(  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("thoughtbubbles::gelu", mutates_args=())
+@on_its_device
 def _forward(x: Tensor, bias: Tensor) -> Tensor:
     x = x.contiguous()
     y, columns = torch.empty_like(x), x.shape[-1]
@@ -73,6 +76,7 @@ def _(x, bias):  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("thoughtbubbles::gelu_backward", mutates_args=())
+@on_its_device
 def _backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     dy, x = dy.contiguous(), x.contiguous()
     dx, columns = torch.empty_like(x), x.shape[-1]

@@ -1,0 +1,292 @@
+"""Run in a process of its own with TRITON_INTERPRET=1: the kernels of a block, on the CPU, against float64 formulas.
+
+Prints one JSON object: for each case the errors of outputs and gradients by name (relative to the norm of what they
+should be), and facts that must be true. New memory is NaN, and tiles are small, so that a short row has several.
+test_gpu.py takes the comparisons from here too.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thoughtbubbles.model import kernels
+from thoughtbubbles.model.attention import PATHS, Attenuation, reference_attention
+from thoughtbubbles.model.block import Block
+from thoughtbubbles.model.kernels import attention, gelu
+from thoughtbubbles.model.rope import Rotation, rotate, rotation
+
+Found = dict[str, float | bool]
+TILES = [(32, 16), (16, 32), (16, 16), (32, 32)]
+GELU_TILES = [(2, 16, 3), (4, 32, 2), (1, 64, 5)]
+WHOLE_ROWS = (1, 8192, 4)
+
+
+def accept_arrays_of_one(patch: Callable[..., None]) -> Callable[..., None]:
+    """The interpreter keeps a scalar as an array of one, which newer NumPy does not take for a number by itself."""
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patched
+
+
+def set_tiles(turn: int) -> None:
+    """Each kernel another tile, so that queries are more, fewer and as many as keys for all three."""
+    for shift, tiles in enumerate((attention.FORWARD, attention.QUERY_GRADIENT, attention.KEY_GRADIENT)):
+        for size in tiles:
+            tiles[size] = attention.Tile(*TILES[(turn + shift) % len(TILES)], 4, 1)
+    attention.TURN_STREAMS = 8
+    gelu.ROWS, gelu.COLUMNS, gelu.DEEP = GELU_TILES[turn % len(GELU_TILES)]
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    """Relative; absolute where the exact result is zero throughout (one stream has no choice whom to attend to)."""
+    return float((ours.detach().double() - exact.detach()).norm() / (float(exact.norm().detach()) or 1.0))
+
+
+class Heads:
+    """Random projections, positions and scores, and the way through the kernels and through the reference."""
+
+    def __init__(
+        self, streams: int, head: int, *, qk: bool = True, value: bool = True, n_head: int = 2, batch: int = 2,
+        low: float = -6.0, high: float = 0.0, size: float = 1.0, dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ):  # fmt: skip
+        self.head, self.n_head, self.qk, self.value = head, n_head, qk, value
+        width = n_head * head
+        self.qkv = (size * torch.randn(batch, streams, 3 * width, device=device)).to(dtype)
+        self.log_score = low + (high - low) * torch.rand(batch, streams, device=device)
+        self.turn = rotation(torch.rand(batch, streams, device=device).cumsum(1), head)
+        self.upstream = torch.randn(batch, streams, width, device=device).to(dtype)
+
+    def leaves(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        return [x.detach().to(dtype or x.dtype).requires_grad_() for x in (self.qkv, self.log_score)]
+
+    def by(self, log_score: Tensor) -> Attenuation:
+        return Attenuation(
+            log_score / math.sqrt(self.head) if self.qk else None, log_score.exp() if self.value else None
+        )
+
+    def through_kernels(self) -> dict[str, Tensor]:
+        qkv, log_score = self.leaves()
+        by = self.by(log_score)
+        out = attention.attend(qkv, *self.turn, key_bias=by.key_bias, value=by.value, n_head=self.n_head)
+        return self._named(out, qkv, log_score, by)
+
+    def exact(self) -> dict[str, Tensor]:
+        qkv, log_score = self.leaves(torch.float64)
+        by, turn = self.by(log_score), Rotation(*(table.double() for table in self.turn))
+        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
+        out, _ = reference_attention(rotate(q, turn), rotate(k, turn), v, by)
+        return self._named(out.transpose(1, 2).flatten(2), qkv, log_score, by)
+
+    def _named(self, out: Tensor, qkv: Tensor, log_score: Tensor, by: Attenuation) -> dict[str, Tensor]:
+        wanted = {"qkv": qkv}
+        if self.qk or self.value:
+            wanted["log_score"] = log_score
+        if self.qk:
+            wanted["key_bias"] = by.key_bias
+        if self.value:
+            wanted["value"] = by.value
+        grads = dict(
+            zip(wanted, torch.autograd.grad(out, list(wanted.values()), self.upstream.to(out.dtype)), strict=True)
+        )
+        if self.value:  # of a score that has vanished nobody asks for the gradient: exp passes nothing on
+            grads["value"] = grads["value"] * (self.log_score.exp() > 0)
+        parts = zip("qkv", grads.pop("qkv").chunk(3, dim=-1), strict=True)  # none hides behind a larger one
+        grads |= {f"gradient of {name}": part for name, part in parts}
+        return {"out": out.detach(), **grads}
+
+    def errors(self, ours: dict[str, Tensor] | None = None) -> Found:
+        ours, exact = ours or self.through_kernels(), self.exact()
+        return {name: error(ours[name], exact[name]) for name in exact}
+
+
+def finite(found: dict[str, Tensor]) -> Found:
+    return {f"{name} is finite": bool(x.isfinite().all()) for name, x in found.items()}
+
+
+def vanished() -> Found:
+    """Scores that exp takes to zero, and to the smallest numbers above it."""
+    heads = Heads(20, 16)
+    heads.log_score[:, 3:9] = -200.0
+    heads.log_score[:, 12] = -103.0
+    ours = heads.through_kernels()
+    silent = bool((ours["gradient of v"][:, 3:9] == 0).all())
+    return {**heads.errors(ours), **finite(ours), "no score, no gradient of v": silent}
+
+
+def strong() -> Found:
+    """Logits in the hundreds: too large to exponentiate, and too large for float32 to agree with float64."""
+    return finite(Heads(21, 16, size=12.0).through_kernels())
+
+
+def unused_slots() -> Found:
+    """What stands in slots at the end that nobody asks for does not change a bit elsewhere."""
+    heads, n_used = Heads(38, 16, batch=1), 19
+    heads.upstream[:, n_used:] = 0
+    results = []
+    for log_score in (0.0, -1e4, 30.0):
+        heads.log_score[:, n_used:] = log_score
+        heads.qkv[:, n_used:] = 3 * torch.randn_like(heads.qkv[:, n_used:])
+        found = heads.through_kernels()
+        results.append({name: x[:, :n_used] for name, x in found.items()})
+    first = results[0]
+    return {name: all(torch.equal(other[name], x) for other in results[1:]) for name, x in first.items()}
+
+
+def strided() -> Found:
+    """Tensors that are views of others, and an upstream gradient that is one number for all."""
+    heads = Heads(19, 16)
+    heads.qkv, heads.log_score = heads.qkv.mT.contiguous().mT, heads.log_score.T.contiguous().T
+    heads.turn = Rotation(*(table.mT.contiguous().mT for table in heads.turn))
+    heads.upstream = torch.ones(()).expand_as(heads.upstream)
+    return heads.errors()
+
+
+def what_is_kept() -> Found:
+    heads, sizes = Heads(130, 16, n_head=1, batch=1), []
+
+    def count(x: Tensor) -> Tensor:
+        sizes.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        first = heads.through_kernels()
+    second = heads.through_kernels()
+    return {
+        "nothing of S × S": 0 < max(sizes) < 130 * 130,
+        "same bits twice": all(torch.equal(a, b) for a, b in zip(first.values(), second.values(), strict=True)),
+    }
+
+
+def operators() -> Found:
+    """torch's own checks of a custom operator: shapes without data, no hidden aliasing, gradients under compilation."""
+    heads = Heads(3, 16, n_head=1, batch=1)
+    by = heads.by(heads.log_score)
+    for key_bias, value in ((by.key_bias, by.value), (None, None)):
+        qkv, _ = heads.leaves()
+        torch.library.opcheck(torch.ops.thoughtbubbles.attend.default, (qkv, *heads.turn, key_bias, value, 1))
+    x, bias = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    torch.library.opcheck(torch.ops.thoughtbubbles.gelu.default, (x, bias))
+    return {"hold": True}
+
+
+def block(head: int) -> Found:
+    """A whole block on the kernels, as if the CPU were a GPU, against the plain path in float64."""
+    heads = Heads(21, head)
+    module, x = Block(2 * head, 2), torch.randn(2, 21, 2 * head)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    by = heads.by(heads.log_score)
+    by = by._replace(write=by.value)
+    plain = module_results(module.double(), x.double(), heads.turn, by, "reference")
+    serve, kernels.serve = kernels.serve, lambda x, dtype: True
+    try:
+        ours = module_results(module.float(), x, heads.turn, by, "fused")
+    finally:
+        kernels.serve = serve
+    return {name: error(ours[name], exact) for name, exact in plain.items()}
+
+
+def module_results(module: Block, x: Tensor, turn: Rotation, by: Attenuation, path: str) -> dict[str, Tensor]:
+    """What a block adds to its input, and all gradients."""
+    turn, by = Rotation(*(t.to(x.dtype) for t in turn)), Attenuation(*(t if t is None else t.to(x.dtype) for t in by))
+    x = x.detach().requires_grad_()
+    added = module(x, turn, by, PATHS[path])[0] - x
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    upstream = torch.arange(added.numel(), device=x.device, dtype=torch.float64).sin().view_as(added)
+    grads = torch.autograd.grad(added, (x, *parameters), upstream.to(added.dtype))
+    return {"added": added.detach(), **dict(zip(("x", *names), grads, strict=True))}
+
+
+def on_a_grid(*shape: int, device: str = "cpu") -> Tensor:
+    """Multiples of 1/256 within ±6: the sum of two is exact in float32."""
+    return torch.randint(-6 * 256, 6 * 256 + 1, shape, device=device) / 256
+
+
+def gelu_results(x: Tensor, bias: Tensor, upstream: Tensor, form: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+    x, bias = x.detach().requires_grad_(), bias.detach().requires_grad_()
+    y = form(x, bias)
+    return [y.detach(), *torch.autograd.grad(y, (x, bias), upstream.to(y.dtype))]
+
+
+def plain_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias)
+
+
+def gelus(*shape: int) -> Found:
+    given = (on_a_grid(*shape), on_a_grid(shape[-1]), 2 * torch.rand(shape) - 1)
+    ours = gelu_results(*given, gelu.gelu)
+    exact = gelu_results(*(x.double() for x in given), plain_gelu)
+    worst = [float((a.double() - b).abs().max()) for a, b in zip(ours, exact, strict=True)]
+    return {"y, absolute": worst[0], "x, absolute": worst[1], "bias": error(ours[2], exact[2])}
+
+
+def gelu_everywhere() -> Found:
+    """Over [−12, 12], without a bias; the slope too."""
+    x = torch.linspace(-12, 12, 6001).expand(2, -1)
+    given = (x, torch.zeros(6001), torch.ones_like(x))
+    gelu.ROWS, gelu.COLUMNS, gelu.DEEP = WHOLE_ROWS
+    ours = gelu_results(*given, gelu.gelu)
+    exact = gelu_results(*(x.double() for x in given), plain_gelu)
+    return {
+        n: float((a.double() - b).abs().max())
+        for n, a, b in zip(("y, absolute", "x, absolute"), ours, exact, strict=False)
+    }
+
+
+def quick() -> dict[str, Callable[[], Found]]:
+    return {
+        "alone": lambda: Heads(1, 16, qk=False).errors(),
+        "a full tile": lambda: Heads(32, 16, value=False).errors(),
+        "several tiles": lambda: Heads(70, 16).errors(),
+        "all low": lambda: Heads(33, 16, low=-60.0, high=-55.0).errors(),
+        "vanished": vanished,
+        "strong": strong,
+        "unused slots": unused_slots,
+        "block": lambda: block(16),
+        "gelu": lambda: gelus(5, 7, 21),
+        "gelu everywhere": gelu_everywhere,
+    }
+
+
+def full() -> dict[str, Callable[[], Found]]:
+    gates = [(True, True), (True, False), (False, True), (False, False)]
+    lengths = (1, 5, 16, 33, 64, 70, 130)
+    sizes = [(streams, 16, qk, value) for streams in lengths for qk, value in gates]
+    sizes += [(streams, head, True, True) for streams in lengths for head in (32, 64)]
+    return {
+        **quick(),
+        **{str(size): lambda size=size: Heads(*size[:2], qk=size[2], value=size[3]).errors() for size in sizes},
+        **{f"low, {s} streams": lambda s=s: Heads(s, 32, low=-60.0).errors() for s in (16, 70)},
+        **{f"strong {i}": strong for i in range(4)},
+        **{f"unused slots {i}": unused_slots for i in range(4)},
+        "strided": strided,
+        "what is kept": what_is_kept,
+        "operators": operators,
+        "block, heads of 32": lambda: block(32),
+        **{f"gelu {shape}": lambda shape=shape: gelus(*shape) for shape in ((1, 8), (37, 100), (300, 33), (3, 5, 129))},
+    }
+
+
+if __name__ == "__main__":
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang_tensor = accept_arrays_of_one(interpreter._patch_lang_tensor)
+    torch.use_deterministic_algorithms(True)  # which fills every new buffer with NaN: none is right by luck
+    assert torch.empty(1).isnan().all()
+    assert torch.ones(1).new_empty(1).isnan().all()
+    found = {}
+    for turn, (name, case) in enumerate({"quick": quick, "full": full}[sys.argv[1]]().items()):
+        torch.manual_seed(turn)
+        set_tiles(turn)
+        found[name] = case()
+    json.dump(found, sys.stdout)
