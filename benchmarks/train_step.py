@@ -38,6 +38,7 @@ BARS = [
         for size in ("150m", "1.9b")
     ),
 ]
+WATCHED = ["150m-plain", "150m-r2-causal-residual", "150m-r4-causal-residual", "1.9b-plain", "1.9b-r2-causal-residual"]
 STEPS = ["1.9b-r2-causal-residual", "1.9b-plain", "150m-r2-causal-residual", "150m-plain"]
 
 
@@ -103,7 +104,9 @@ def main() -> None:
         }
         write_results("train_step", arguments.device, numbers, to=arguments.out)
 
-    run_cases(cases, device, product=product, repeats=arguments.repeats, data=arguments.data, report=keep)
+    run_cases(
+        cases, device, product=product, repeats=arguments.repeats, data=arguments.data, watched=WATCHED, report=keep
+    )
     show(found, product)
 
 

@@ -30,7 +30,7 @@ from thoughtbubbles.model.linear import product_dtype
 from thoughtbubbles.model.streams import bubble_scan, wide_dtype
 
 IGNORED = -100  # the target of a row that counts for nothing
-CHUNK_ROWS = {"cpu": 256, "cuda": 8192}  # at most: little memory, and matrix products large enough to be fast
+CHUNK_ROWS = {"cpu": 256, "cuda": 4096}  # at most: little memory, and matrix products large enough to be fast
 USUAL_VOCABULARY = 50304  # on a GPU the bound is on bytes: it holds for this many columns, fewer allow more rows
 TILE = 128  # rows that a matrix product on a GPU takes together: a chunk of one more would pay for all of them
 _ADDS_WIDE_PRODUCTS = "dtype_out" in torch.ops.aten.addmm.overloads()  # narrow operands onto a float32 sum, in one

@@ -10,10 +10,10 @@ They are set against the rate of one large matrix product, measured in the same 
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from thoughtbubbles.train.optim import Optimizer
 from thoughtbubbles.train.parallel import World, find_precision, parallelize, uses_graph
 from thoughtbubbles.train.passes import Micro, Passed, Passes
 from thoughtbubbles.train.precision import Products
+from thoughtbubbles.train.profile import profile_steps
 
 WARM_UP = 5
 
@@ -96,6 +97,7 @@ class Measured:
     forward_backward: Speed
     step: Speed
     compile_seconds: float  # what the first forward, backward and step took longer than later ones
+    profile: dict[str, Any] | None  # where the time of a full step goes, if that was asked
     same_bits_twice: bool  # gradients of several runs on the same input, without a CUDA graph and with it
     check: Agreement
 
@@ -107,7 +109,14 @@ class Failed:
 
 
 def measure(
-    case: Case, batch: Batch, device: torch.device, *, product: float, repeats: int, compute: ComputeConfig
+    case: Case,
+    batch: Batch,
+    device: torch.device,
+    *,
+    product: float,
+    repeats: int,
+    compute: ComputeConfig,
+    watched: bool = False,
 ) -> Measured:
     """Checks, then times. `product`: TFLOP/s of a matrix product in the same precision."""
     ready, rows = make_ready(case.config, device, compute), Rows(*to_device(batch, device))
@@ -148,6 +157,7 @@ def measure(
 
     passes = speed(lambda: forward_backward(ready, rows), passes_peak)
     step = speed(lambda: full_step(ready, optimizer, rows), step_peak)
+    seen = profile_steps(lambda: full_step(ready, optimizer, rows), steps=3, device=device) if watched else None
     return Measured(
         name=case.name,
         rows=case.rows,
@@ -158,6 +168,7 @@ def measure(
         forward_backward=passes,
         step=step,
         compile_seconds=max(0.0, sum(took) - (passes.milliseconds + step.milliseconds) / 1000),
+        profile=seen and {"ms": seen.ms, **{k: [r._asdict() for r in getattr(seen, k)] for k in ("kinds", "top")}},
         same_bits_twice=same,
         check=check,
     )
@@ -223,6 +234,7 @@ def run_cases(
     repeats: int = 20,
     data: Path | None = None,
     compute: ComputeConfig | None = None,
+    watched: Collection[str] = (),
     report: Callable[[Measured | Failed], None] = lambda _: None,
 ) -> list[Measured | Failed]:
     """What was found for each case, reported as it is. One that fails does not lose the others."""
@@ -233,7 +245,17 @@ def run_cases(
     found: list[Measured | Failed] = []
     for case, batch in zip(cases, batches, strict=True):
         try:
-            found.append(measure(case, batch, device, product=product, repeats=repeats, compute=compute))
+            found.append(
+                measure(
+                    case,
+                    batch,
+                    device,
+                    product=product,
+                    repeats=repeats,
+                    compute=compute,
+                    watched=case.name in watched,
+                )
+            )
         except Exception as error:  # out of memory above all
             found.append(Failed(case.name, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
         report(found[-1])

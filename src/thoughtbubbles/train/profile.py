@@ -22,15 +22,15 @@ from torch.profiler import ProfilerActivity, profile, schedule
 # operators they fuse) and, without a GPU, operators (aten::).
 KINDS = {
     "communication": r"nccl|c10d|gloo|all_?reduce|all_?gather|reduce_?scatter",
-    "optimizer": r"multi_tensor|adam|_foreach_|muon|aten::lerp",
-    "attention": r"flash|fmha|sdpa_|scaled_dot_product|attention|attend|attn|^_forward$|^_(query|key)_gradient$",
+    "optimizer": r"multi_tensor(?!.*copyfunctor)|adam|_foreach_|muon|aten::lerp",
+    "attention": r"flash|fmha|sdpa_|scaled_dot_product|attention|attend|attn|^_(turn|forward)$|^_(query|key)_gradient$",
     "loss and head": r"nll|loss|cross_entropy|log_?sum_?exp|softmax|embedding|^_mixture$",
     "matrix products": r"gemm|gemv|nvjet|cublas|cutlass|xmma|splitk|aten::(mm|addmm|bmm|baddbmm|matmul|linear)$",
     "fork layers": r"fork|select|bubble|sort|radix|topk|scan|cumsum|gather|scatter|index_|indexing|^_(ranks|pack)$|"
     r"aten::(index|where)",
-    "copies and casts": r"^mem(cpy|set)|direct_copy|copy_kernel|catarray|fillfunctor|"
+    "copies and casts": r"^mem(cpy|set)|copyfunctor|direct_copy|copy_kernel|catarray|fillfunctor|"
     r"aten::(copy_|_to_copy|to|clone|contiguous|cat|stack|fill_|zero_)$",
-    "norms and elementwise": r"triton_|norm|elementwise|reduce_kernel|"
+    "norms and elementwise": r"triton_|norm|elementwise|reduce_kernel|^_gelu|"
     r"aten::(add|sub|mul|div|neg|exp|log|gelu|relu|sum|mean|sigmoid|tanh|pow|sqrt|rsqrt|clamp|masked_fill)",
 }
 OTHER, IDLE = "other", "idle"
