@@ -121,25 +121,49 @@ def loader_table() -> str:
     return "\n".join([*lines, "", *(f"- {record['machine']}: {source(record)}" for record in found)])
 
 
+BARE_STEP = {  # the case of train_step.py that is a recipe's model
+    "150m-plain-owt": "150m-plain",
+    "150m-r2-owt": "150m-r2-causal-mixture",
+    "150m-r2-paper-owt": "150m-r2-block-mixture",
+    "1.9b-plain": "1.9b-plain",
+    "1.9b-r2": "1.9b-r2-causal-residual",
+}
+
+
 def train_table() -> str:
     lines = [
-        "| machine | recipe | rows × 512 tokens | tokens/s | TFLOP/s | MFU | peak memory |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| machine | recipe | rows × 512 tokens | tokens/s | of the bare step's | TFLOP/s | MFU | peak memory | "
+        "first step done after |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     found = records("train")
+    bare = {
+        (record["machine"], case["name"]): case["step"]["tokens_per_second"]
+        for record in records("train_step")
+        for case in record["cases"]
+        if "step" in case
+    }
     for record in found:
         for case in record["cases"]:
+            rate = bare.get((record["machine"], BARE_STEP.get(case["recipe"], "")))
+            share = "–" if rate is None else f"{case['tokens_per_second'] / rate:.1%}"
+            first = case.get("seconds_to_the_first_step")
             lines.append(
                 f"| {record['machine']} | `{case['recipe']}` | {case['rows']} | {case['tokens_per_second']:,.0f} | "
-                f"{case['tflops']:.0f} | {case['mfu']:.1%} | {case['peak_memory_GiB']:.1f} GiB |"
+                f"{share} | {case['tflops']:.0f} | {case['mfu']:.1%} | {case['peak_memory_GiB']:.1f} GiB | "
+                f"{'–' if first is None else f'{first:.0f} s'} |"
             )
-    behaviour = [
-        f"- {record['machine']}: {source(record)}. Resumed against uninterrupted: "
-        f"{'the same bits' if record['resumed_has_the_same_bits'] else 'close'}; FSDP2 on one rank against none: "
-        f"losses within {record['largest_loss_difference_fsdp2_on_one_rank']:.1e} over 8 steps."
-        for record in found
-    ]
+    behaviour = [f"- {record['machine']}: {source(record)}.{train_check(record)}" for record in found]
     return "\n".join([*lines, "", *behaviour])
+
+
+def train_check(record: dict[str, Any]) -> str:
+    if "resumed_has_the_same_bits" not in record:
+        return ""
+    return (
+        f" Resumed against uninterrupted: {'the same bits' if record['resumed_has_the_same_bits'] else 'close'}; FSDP2 "
+        f"on one rank against none: losses within {record['largest_loss_difference_fsdp2_on_one_rank']:.1e} over 8 steps."
+    )
 
 
 def effect_table() -> str:
@@ -225,8 +249,25 @@ def train_step_table() -> str:
         for bar in record["bars"]:
             below = "" if bar["over"] == bar["case"] else f" / `{bar['over']}`"
             parts.append(f"| {bar['what']} | `{bar['case']}`{below} | {bar['ratio']:.3f} |")
-        parts += ["", *train_step_facts(record)]
+        parts += ["", *train_step_facts(record), "", *profile_table(record)]
     return "\n".join(parts)
+
+
+def profile_table(record: dict[str, Any]) -> list[str]:
+    """Milliseconds of a full step by kind of kernel, one column a case."""
+    cases = [case for case in record["cases"] if case.get("profile")]
+    if not cases:
+        return []
+    kinds = {kind["name"]: None for case in cases for kind in case["profile"]["kinds"]}
+    found = [{kind["name"]: kind for kind in case["profile"]["kinds"]} for case in cases]
+    lines = [
+        "| ms of a full step | " + " | ".join(f"`{case['name']}`" for case in cases) + " |",
+        "| --- |" + " --- |" * len(cases),
+    ]
+    for kind in kinds:
+        cells = (f"{each[kind]['ms']:.1f} ({each[kind]['share']:.0%})" if kind in each else "–" for each in found)
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return [*lines, "| all | " + " | ".join(f"{case['profile']['ms']:.1f}" for case in cases) + " |"]
 
 
 def train_step_row(case: dict[str, Any]) -> str:

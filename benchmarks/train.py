@@ -3,9 +3,7 @@
 python benchmarks/train.py --data DIR       DIR: a folder made by `thoughtbubbles prepare` with the gpt2 tokenizer
 
 Every case is a run of a recipe, in a process of its own, with loader, logging, checkpoints and evaluation. Before
-anything is timed, a run that is stopped and resumed must log the losses of one that is not, bit for bit. With
---full-steps FILE, the results of benchmarks/train_step.py on the same machine, each rate is compared with that of the
-bare full step.
+anything is timed, a run that is stopped and resumed must log the losses of one that is not, bit for bit.
 """
 
 import argparse
@@ -25,15 +23,6 @@ from common import write_results
 
 ROWS = {"150m": 64, "1.9b": 8}
 CASES = ["150m-plain-owt", "150m-r2-owt", "150m-r2-paper-owt", "1.9b-plain", "1.9b-r2"]
-
-
-FULL_STEP = {  # the bare step of each recipe's model
-    "150m-plain-owt": "150m-plain",
-    "150m-r2-owt": "150m-r2-causal-mixture",
-    "150m-r2-paper-owt": "150m-r2-block-mixture",
-    "1.9b-plain": "1.9b-plain",
-    "1.9b-r2": "1.9b-r2-causal-residual",
-}
 
 
 def train(
@@ -124,22 +113,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--cases", nargs="*", default=CASES)
     parser.add_argument("--no-check", action="store_true", help="only time")
-    parser.add_argument("--full-steps", type=Path, help="results of train_step.py, to compare with")
     parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark times a GPU and finds none")
-    found = json.loads(args.full_steps.read_text())["cases"] if args.full_steps else []
-    rates = {case["name"]: case["step"]["tokens_per_second"] for case in found if "step" in case}
-    bare = {recipe: rates[name] for recipe, name in FULL_STEP.items() if name in rates}
     with tempfile.TemporaryDirectory() as folder:
         checked = {} if args.no_check else check(args.data, Path(folder))
         print(checked)
         cases = []
         for recipe in args.cases:
             cases.append(measure(recipe, args.data, Path(folder), steps=args.steps))
-            if recipe in bare:
-                cases[-1]["share_of_the_bare_full_step"] = cases[-1]["tokens_per_second"] / bare[recipe]
             print(json.dumps(cases[-1]))
     print(write_results("train", "cuda", {"steps": args.steps, **checked, "cases": cases}, to=args.out))
 

@@ -206,7 +206,7 @@ def test_greedy_text_of_256_tokens_is_the_same_with_and_without_the_cache(merge)
     config = ModelConfig(
         n_layer=2, n_head=2, width=16, vocab_size=61, block_size=272, fork_layers=(0, 1), merge=merge, budget=1.5
     )
-    model = lively_model(config)
+    model = lively_model(config, seed=2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.startswith("blocks.") and parameter.ndim == 2:

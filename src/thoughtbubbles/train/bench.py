@@ -33,7 +33,7 @@ from thoughtbubbles.train.passes import Micro, Passed, Passes
 from thoughtbubbles.train.precision import Products
 from thoughtbubbles.train.profile import profile_steps
 
-WARM_UP = 5
+WARM_UP = 3
 
 
 class Ready(NamedTuple):
