@@ -145,9 +145,10 @@ def train_table() -> str:
     }
     for record in found:
         for case in record["cases"]:
-            rate = bare.get((record["machine"], BARE_STEP.get(case["recipe"], "")))
-            share = "–" if rate is None else f"{case['tokens_per_second'] / rate:.1%}"
             first = case.get("seconds_to_the_first_step")
+            rate = bare.get((record["machine"], BARE_STEP.get(case["recipe"], "")))
+            # Earlier results have no first step: they are not of the code whose bare step was measured.
+            share = "–" if rate is None or first is None else f"{case['tokens_per_second'] / rate:.1%}"
             lines.append(
                 f"| {record['machine']} | `{case['recipe']}` | {case['rows']} | {case['tokens_per_second']:,.0f} | "
                 f"{share} | {case['tflops']:.0f} | {case['mfu']:.1%} | {case['peak_memory_GiB']:.1f} GiB | "
@@ -160,9 +161,10 @@ def train_table() -> str:
 def train_check(record: dict[str, Any]) -> str:
     if "resumed_has_the_same_bits" not in record:
         return ""
+    resumed = "the same bits" if record["resumed_has_the_same_bits"] else "close"
     return (
-        f" Resumed against uninterrupted: {'the same bits' if record['resumed_has_the_same_bits'] else 'close'}; FSDP2 "
-        f"on one rank against none: losses within {record['largest_loss_difference_fsdp2_on_one_rank']:.1e} over 8 steps."
+        f" Resumed against uninterrupted: {resumed}; FSDP2 on one rank against none: losses within "
+        f"{record['largest_loss_difference_fsdp2_on_one_rank']:.1e} over 8 steps."
     )
 
 

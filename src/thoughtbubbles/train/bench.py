@@ -29,7 +29,7 @@ from thoughtbubbles.train.bench_check import Agreement, Rows, WrongResult, compa
 from thoughtbubbles.train.config import ComputeConfig, OptimConfig
 from thoughtbubbles.train.optim import Optimizer
 from thoughtbubbles.train.parallel import World, find_precision, parallelize, uses_graph
-from thoughtbubbles.train.passes import Micro, Passed, Passes
+from thoughtbubbles.train.passes import Later, Micro, Passed, Passes
 from thoughtbubbles.train.precision import Products
 from thoughtbubbles.train.profile import profile_steps
 
@@ -63,14 +63,20 @@ def forward_backward(ready: Ready, batch: Rows, *, trace: bool = False) -> Passe
     return ready.passes(micro, is_first=True, trace=trace)
 
 
-def full_step(ready: Ready, optimizer: Optimizer, batch: Rows) -> None:
-    """As the training loop has it: with the gradient's norm, clipping and AdamW, and one look at the numbers."""
-    loss = forward_backward(ready, batch).loss
-    norm = optimizer.step(optimizer.config.lr, clip=optimizer.config.clip, loss=loss)
-    ready.passes.release()
-    numbers = torch.stack([loss, norm]).tolist()  # here the host waits for the device, as it does there
-    if not all(map(math.isfinite, numbers)):
-        raise WrongResult("loss or gradient is not finite")
+class FullStep:
+    """As the training loop has it: with the gradient's norm, clipping and AdamW, and a look at the step before."""
+
+    def __init__(self, ready: Ready, optimizer: Optimizer, batch: Rows):
+        self.ready, self.optimizer, self.batch = ready, optimizer, batch
+        self._unread: Later | None = None
+
+    def __call__(self) -> None:
+        loss = forward_backward(self.ready, self.batch).loss
+        norm = self.optimizer.step(self.optimizer.config.lr, clip=self.optimizer.config.clip, loss=loss)
+        self.ready.passes.release()
+        before, self._unread = self._unread, Later(torch.stack([loss, norm]))
+        if before is not None and not all(map(math.isfinite, before.read())):
+            raise WrongResult("loss or gradient is not finite")
 
 
 @dataclass(frozen=True)
@@ -137,8 +143,9 @@ def measure(
     wanted, ready.passes.graph = ready.passes.graph, False  # a graph's memory is not seen once it has been made
     passes_peak = peak_memory(lambda: forward_backward(ready, rows), device)
     optimizer = Optimizer(ready.model, OptimConfig())  # not before: its moments are no memory of the passes
+    full_step = FullStep(ready, optimizer, rows)
     begin = time.perf_counter()
-    step_peak = peak_memory(lambda: full_step(ready, optimizer, rows), device)
+    step_peak = peak_memory(full_step, device)
     took.append(time.perf_counter() - begin)
     plain = gradients(ready, rows)
     ready.passes.graph = wanted
@@ -156,8 +163,8 @@ def measure(
         return Speed(middle, low, high, 1000 * n_tokens / middle, tflops, tflops / product, peak)
 
     passes = speed(lambda: forward_backward(ready, rows), passes_peak)
-    step = speed(lambda: full_step(ready, optimizer, rows), step_peak)
-    seen = profile_steps(lambda: full_step(ready, optimizer, rows), steps=3, device=device) if watched else None
+    step = speed(full_step, step_peak)
+    seen = profile_steps(full_step, steps=3, device=device) if watched else None
     return Measured(
         name=case.name,
         rows=case.rows,

@@ -34,7 +34,7 @@ from thoughtbubbles.train.forks import fork_statistics
 from thoughtbubbles.train.log import Log, Speed, peak_tflops
 from thoughtbubbles.train.optim import Optimizer, learning_rate
 from thoughtbubbles.train.parallel import World, find_precision, join, parallelize, sync_gradients, uses_graph
-from thoughtbubbles.train.passes import Micro, Passes
+from thoughtbubbles.train.passes import Later, Micro, Passes
 from thoughtbubbles.train.precision import Products
 from thoughtbubbles.train.start import build_model, describe, find_checkpoint, own_folder, same_run
 from thoughtbubbles.train.state import Checkpoints, SaveError, clean, folder_name, restore, set_aside
@@ -55,7 +55,8 @@ class Result:
 class Launched(NamedTuple):
     """A step that the device is working on."""
 
-    numbers: Tensor  # loss, gradient norm, real targets, and whether a rank was asked to stop: one copy reads them all
+    step: int  # counted from 1
+    numbers: Later  # loss, gradient norm, real targets, and whether a rank was asked to stop
     lr: float
     forks: tuple[ForkRecord, ...] | None  # of the last forward, if this step is logged
     lengths: Tensor
@@ -105,6 +106,7 @@ class Trainer:
             restore(found, self.model, self.optimizer, world)
             self.done, self.skipped_in_a_row = state["step"], state["skipped_in_a_row"]
         self._ahead: StepInputs | None = None  # of the next step
+        self._unread: Launched | None = None  # the step whose numbers nobody has looked at yet
         self.held_out: dict[str, float] = {}
         self._asked_to_stop = False  # by a signal to this rank
         self._stop = False  # as agreed by all ranks
@@ -145,18 +147,22 @@ class Trainer:
             self.log.close()
 
     def _round(self, speed: Speed) -> None:
-        config = self.config
-        facts = self.step()
+        """One step; and what is due after it, for which its numbers must be known.
+
+        Usually they are read only when the next step has been launched: the device never waits for the host.
+        """
+        config, before = self.config, self._unread
+        self._unread = self.launch()
         self.done += 1
-        tokens = self.done * config.tokens_per_step
-        if config.logs_after(self.done):
-            facts |= speed.read(tokens)
-            if self.world.device.type == "cuda":
-                facts["peak_memory_GiB"] = torch.cuda.max_memory_allocated() / 2**30
-        self.log.step({"step": self.done, "tokens": tokens, **facts})
-        self._count_skipped(facts["skipped"])
+        if before is not None:
+            self._note(before, speed)
+        is_due = config.logs_after(self.done) or config.saves_after(self.done) or config.evaluates_after(self.done)
+        if is_due or self._stop or self.skipped_in_a_row:
+            self._note(self._unread, speed)
+            self._unread = None
         if self.checkpoints.is_written:
             self._report_failed_save()
+        tokens = self.done * config.tokens_per_step
         if config.saves_after(self.done) or self._stop:
             self.save()
             speed.pause(tokens)
@@ -164,12 +170,21 @@ class Trainer:
             self.evaluate()
             speed.pause(tokens)
 
-    def step(self) -> dict[str, Any]:
-        """One optimizer step on global batch `done`. Its loss is one mean over all real targets of all ranks."""
-        return self.read(self.launch())
+    def _note(self, launched: Launched, speed: Speed) -> None:
+        facts, step = self.read(launched), launched.step
+        tokens = step * self.config.tokens_per_step
+        if self.config.logs_after(step):
+            facts |= speed.read(tokens)
+            if self.world.device.type == "cuda":
+                facts["peak_memory_GiB"] = torch.cuda.max_memory_allocated() / 2**30
+        self.log.step({"step": step, "tokens": tokens, **facts})
+        self._count_skipped(facts["skipped"], step)
 
     def launch(self) -> Launched:
-        """Queues the step, and the copies of the next one's batches behind it, without waiting for the device."""
+        """Queues an optimizer step on global batch `done`, and the copies of the next one's batches behind it.
+
+        Its loss is one mean over all real targets of all ranks. The host does not wait for the device.
+        """
         config, device, n = self.config, self.world.device, self.done
         torch.manual_seed(_mix(config.seed, n, self.world.rank))
         inputs = self._ahead if self._ahead is not None and self._ahead.step == n else self.data.inputs(n)
@@ -188,14 +203,15 @@ class Trainer:
         norm = self.optimizer.step(lr, clip=config.optim.clip, loss=loss)
         self.passes.release()
         numbers = torch.stack([number.to(inputs.real.dtype) for number in (loss, norm, inputs.all_real, stop)])
+        later = Later(numbers)
         self._ahead = self.data.inputs(n + 1) if n + 1 < config.steps else None
-        return Launched(numbers, lr, passed.forks if is_logged else None, lengths, ids.shape[1])
+        return Launched(n + 1, later, lr, passed.forks if is_logged else None, lengths, ids.shape[1])
 
     def read(self, step: Launched) -> dict[str, Any]:
-        """What the step came to. Here alone the host waits for the device, once a step."""
-        loss, norm, targets, stop = step.numbers.tolist()
-        self._stop = stop > 0  # all ranks stop after the same step
-        facts = {"loss": loss, "targets": max(1, int(targets)), "lr": step.lr, "gradient_norm": norm}
+        """What the step came to. Here alone the host waits for the device."""
+        loss, norm, targets, stop = step.numbers.read()
+        self._stop = self._stop or stop > 0  # all ranks stop after the same step
+        facts: dict[str, Any] = {"loss": loss, "targets": max(1, int(targets)), "lr": step.lr, "gradient_norm": norm}
         facts["skipped"] = not (math.isfinite(loss) and math.isfinite(norm))  # as the optimizer has decided too
         if step.forks:
             facts["forks"] = fork_statistics(step.forks, step.lengths, step.n_tokens)
@@ -259,10 +275,10 @@ class Trainer:
             self.log.write({"step": self.done, "held_out_sample": text, "prompt": prompt})
             self.log.say(f"  sample: {text!r}")
 
-    def _count_skipped(self, skipped: bool) -> None:
+    def _count_skipped(self, skipped: bool, step: int) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if skipped:
-            self.log.say(f"step {self.done}: the loss or its gradient is not finite; the step is skipped")
+            self.log.say(f"step {step}: the loss or its gradient is not finite; the step is skipped")
         if skipped and self.skipped_in_a_row > self.config.optim.max_skipped:
             in_a_row, self.skipped_in_a_row = self.skipped_in_a_row, 0
             self.save()  # the weights of the last good step

@@ -33,6 +33,26 @@ class Passed(NamedTuple):
     forks: tuple[ForkRecord, ...] | None
 
 
+class Later:
+    """Numbers on their way from the device, to be read when they are needed.
+
+    They travel right behind the work that makes them; reading waits for that, and not for what was queued since.
+    """
+
+    def __init__(self, numbers: Tensor):
+        self._numbers, self._event = numbers, None
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()
+
+
 class _Replay(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: Micro
