@@ -118,6 +118,7 @@ usage: thoughtbubbles train RECIPE [--resume] [--dry-run] [--FIELD VALUE …]
   --resume           go on from the newest whole checkpoint of the run's folder (from step 0 where there is none)
   --dry-run          build the model, take one step at reduced size, print the resolved config
   --init-from DIR    start from the weights of a model, checkpoint or run
+  --profile          watch a few steps: a trace, and a table of where the time goes
 
 for example: thoughtbubbles train tiny --optim.lr 1e-3 --out runs/first"""
 

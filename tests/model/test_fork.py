@@ -40,9 +40,7 @@ def test_order_parentage_and_content(sizes, budget, rule, seed):
     layer, n_tokens = fork_layer(seed), len(sizes)
     token = torch.tensor([[t for t, size in enumerate(sizes) for _ in range(size)]])
     before = Streams(torch.randn(1, sum(sizes), WIDTH).double(), -torch.rand(1, sum(sizes)).double(), token)
-    after, record = layer(
-        before, torch.tensor([n_tokens]), n_tokens=n_tokens, rule=Rule(rule, Budget.of(budget)), layer=0
-    )
+    after, record = layer(before, torch.tensor([n_tokens]), n_tokens=n_tokens, rule=Rule(rule, Budget.of(budget)))
     chosen = record.selected[0].nonzero().flatten().tolist()
     used = len(chosen)
     assert record.parent[0, :used].tolist() == [c // 2 for c in chosen], "survivors keep the order of candidates"
@@ -111,7 +109,7 @@ def test_selection_has_no_gradient_but_scores_do():
     layer = fork_layer(3)
     x = torch.randn(1, 5, WIDTH).double()
     streams = Streams(x, torch.zeros(1, 5).double(), torch.arange(5)[None])
-    after, _ = layer(streams, torch.tensor([5]), n_tokens=5, rule=Rule("causal", Budget.of(1)), layer=0)
+    after, _ = layer(streams, torch.tensor([5]), n_tokens=5, rule=Rule("causal", Budget.of(1)))
     after.log_score.sum().backward()
     assert layer.score.weight.grad[0].abs().sum() == 0, "at r = 1 no fork survives, so fork scores reach nothing"
     assert layer.score.weight.grad[1].abs().sum() > 0
@@ -126,7 +124,7 @@ LENGTHS = torch.tensor([3, 2, 1])
 
 def forked(layer: ForkLayer, x: torch.Tensor, log_score: torch.Tensor, selection: str, budget: float):
     rule = Rule(selection, Budget.of(budget))
-    return layer(Streams(x, log_score, TOKEN), LENGTHS, n_tokens=3, rule=rule, layer=0)
+    return layer(Streams(x, log_score, TOKEN), LENGTHS, n_tokens=3, rule=rule)
 
 
 def as_autograd_has_it(layer: ForkLayer, x: torch.Tensor, log_score: torch.Tensor, record):
@@ -224,7 +222,7 @@ def test_a_gpu_decides_as_the_cpu_and_gives_the_same_bits_twice(selection, budge
     scores = log_score.cuda().requires_grad_()
     twice = []
     for _ in range(2):
-        after, _ = layer(Streams(x, scores, token.cuda()), lengths.cuda(), n_tokens=n_tokens, rule=rule, layer=0)
+        after, _ = layer(Streams(x, scores, token.cuda()), lengths.cuda(), n_tokens=n_tokens, rule=rule)
         loss = after.x.square().sum() + after.log_score.sin().sum()
         twice.append(torch.autograd.grad(loss, [x, scores, *layer.parameters()]))
     assert all(torch.equal(a, b) for a, b in zip(*twice, strict=True))

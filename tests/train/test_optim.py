@@ -157,7 +157,7 @@ def test_a_step_does_not_wait_for_the_device(clip):
         for parameter, gradient in zip(model.parameters(), elsewhere, strict=True):
             parameter.grad = gradient
         optimizer.step(1e-2, clip=clip)
-        optimizer.zero_grad()
+        model.zero_grad()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert optimizer.updates == 2

@@ -188,7 +188,7 @@ def enter(
         most = 2 * streams.token.shape[1]
         rule = NextToken(span.level, n_earlier, span.used, cache.next_cap(), most if width is None else width)
         added = 2 * (streams.token == 0).sum(1) * active
-        streams, record = fork(streams, n_earlier, n_tokens=1, rule=rule, layer=0)
+        streams, record = fork(streams, n_earlier, n_tokens=1, rule=rule)
         _append(span.level, n_earlier, added, record.level)  # of the dropped ones too
         streams = _trimmed(streams) if width is None else streams
     added = (streams.token == 0).sum(1) * active

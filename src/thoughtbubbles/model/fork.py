@@ -26,7 +26,6 @@ FLOOR = -20.0  # of one log score: exp(−20) is as good as deleted, and gradien
 class ForkRecord(NamedTuple):
     """What one fork layer did (`trace=True`): from S streams through C = 2S candidates to n slots."""
 
-    layer: int
     own_log_score: Float[Tensor, "B S 2"]  # [fork, keep], before the parent's score is added
     log_score: Float[Tensor, "B C"]  # cumulative, of every candidate
     level: Int[Tensor, "B C"]  # the log score as it is ranked: rounded, originals above all others
@@ -35,6 +34,7 @@ class ForkRecord(NamedTuple):
     is_fork: Bool[Tensor, "B n"]
     token: Int[Tensor, "B n"]
     bubble_size: Int[Tensor, "B T"]
+    layer: int = -1  # the block behind it: the model knows, and a number here would make fork layers different code
 
 
 class ScoreHead(nn.Module):
@@ -98,7 +98,7 @@ class ForkLayer(nn.Module):
             return self.score(x, self.norm)
 
     def forward(
-        self, streams: Streams, lengths: Int[Tensor, "B"], *, n_tokens: int, rule: Rule | NextToken, layer: int
+        self, streams: Streams, lengths: Int[Tensor, "B"], *, n_tokens: int, rule: Rule | NextToken
     ) -> tuple[Streams, ForkRecord]:
         own = self.log_scores(streams.x)
         log_score = (streams.log_score[..., None] + own).flatten(1)
@@ -120,7 +120,6 @@ class ForkLayer(nn.Module):
             token=torch.where(used, take(streams.token, parent.clamp(max=n_streams - 1)), n_tokens),
         )
         record = ForkRecord(
-            layer=layer,
             own_log_score=own,
             log_score=log_score,
             level=level,

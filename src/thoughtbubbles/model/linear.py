@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 class Linear(nn.Linear):
@@ -44,6 +45,7 @@ class _NarrowProduct(torch.autograd.Function):
         return F.linear(x, narrow, None if bias is None else bias.to(narrow.dtype))
 
     @staticmethod
+    @once_differentiable  # the copy is a constant: a second derivative would miss the weight
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         x, narrow = ctx.saved_tensors
         rows, x = upstream.reshape(-1, upstream.shape[-1]), x.reshape(-1, x.shape[-1])

@@ -43,7 +43,7 @@ def _chunk_rows(hidden: Tensor, weight: Tensor, *, overlap: int = 0) -> int:
         return max(1, _up(n_rows, _up(n_rows, CHUNK_ROWS["cpu"])))
     most = CHUNK_ROWS.get(kind, CHUNK_ROWS["cuda"]) * USUAL_VOCABULARY // weight.shape[0]
     n_chunks = _up(n_rows, max(most - overlap, most // 2, 1))
-    return _up(_up(n_rows, n_chunks) + overlap, TILE) * TILE - overlap
+    return max(1, _up(_up(n_rows, n_chunks) + overlap, TILE) * TILE - overlap)
 
 
 def _up(number: int, by: int) -> int:
@@ -182,7 +182,7 @@ def _windows(rows: _Rows) -> Iterator[_Window]:
 
 
 def _kernel_serves(rows: _Rows) -> bool:
-    if not rows.hidden.is_cuda or rows.log_score.dtype != torch.float32 or not kernels.HAS_TRITON:
+    if not kernels.serve(rows.hidden) or rows.log_score.dtype != torch.float32:
         return False
     from thoughtbubbles.model.kernels.loss import MOST_ROWS_A_BUBBLE
 

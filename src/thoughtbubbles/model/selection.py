@@ -116,7 +116,7 @@ def candidate_keys(level: Int[Tensor, "B C"]) -> Int[Tensor, "B C"]:
 
 
 def select_block(key: Int[Tensor, "B C"], cap: Int[Tensor, "B 1"]) -> Bool[Tensor, "B C"]:
-    if key.is_cuda and kernels.HAS_TRITON:
+    if kernels.serve(key):
         return _rank_in_row(key) < cap
     ranked = key.sort(dim=-1, descending=True).values
     smallest_survivor = ranked.gather(-1, (cap - 1).clamp(max=key.shape[1] - 1))
@@ -125,7 +125,7 @@ def select_block(key: Int[Tensor, "B C"], cap: Int[Tensor, "B 1"]) -> Bool[Tenso
 
 def select_causal(key: Int[Tensor, "B C"], token: Int[Tensor, "B C"], cap: Int[Tensor, "#B T"]) -> Bool[Tensor, "B C"]:
     batch, n_tokens = key.shape[0], cap.shape[1]
-    rank, rank_in_bubble = _ranks(key, token) if key.is_cuda and kernels.HAS_TRITON else ranks(key, token, n_tokens)
+    rank, rank_in_bubble = _ranks(key, token) if kernels.serve(key) else ranks(key, token, n_tokens)
 
     passes = rank < take(_with_unused(cap.expand(batch, -1)), token)
     passed = F.pad(passes.cumsum(-1), (1, 0))
@@ -174,7 +174,7 @@ def pack(survives: Bool[Tensor, "B C"], n_slots: int) -> tuple[Int[Tensor, "B n"
 
     In the slots left over at the right stands C (no candidate), and at a candidate that was dropped n (no slot).
     """
-    if survives.is_cuda and kernels.HAS_TRITON:
+    if kernels.serve(survives):
         return _pack(survives, n_slots)
     filled = survives.cumsum(-1)
     place = torch.where(survives & (filled <= n_slots), filled - 1, n_slots)

@@ -173,9 +173,9 @@ class Thoughtbubbles(nn.Module):
         for layer, block in enumerate(self.blocks):
             if layer in self.config.fork_layers:
                 fork = self.forks[str(layer)]
-                streams, record = fork(streams, given.lengths, n_tokens=n_tokens, rule=given.rule, layer=layer)
+                streams, record = fork(streams, given.lengths, n_tokens=n_tokens, rule=given.rule)
                 turn, by = self.arrange(streams, n_tokens)
-                forks.append(record)
+                forks.append(ForkRecord(*record[:-1], layer))  # type: ignore[call-arg]
             x, weights = block(streams.x, turn, by, path)
             streams = Streams(x, streams.log_score, streams.token)
             if keep_attention:

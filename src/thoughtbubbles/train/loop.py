@@ -14,7 +14,7 @@ import sys
 import traceback
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,6 +107,8 @@ class Trainer:
             self.done, self.skipped_in_a_row = state["step"], state["skipped_in_a_row"]
         self._ahead: StepInputs | None = None  # of the next step
         self._unread: Launched | None = None  # the step whose numbers nobody has looked at yet
+        self._most_skipped = 0  # steps in a row, in this process
+        self._begun_at = self.done
         self.held_out: dict[str, float] = {}
         self._asked_to_stop = False  # by a signal to this rank
         self._stop = False  # as agreed by all ranks
@@ -144,6 +146,8 @@ class Trainer:
                 self.log.say(f"stopped after step {self.done}; go on with --resume")
             return Result(self.folder, self.folder / folder_name(self.done), self.done, finished, self.held_out)
         finally:
+            with suppress(Exception):  # what went wrong is on its way already
+                self._note_unread(speed)
             self.log.close()
 
     def _round(self, speed: Speed) -> None:
@@ -154,12 +158,15 @@ class Trainer:
         config, before = self.config, self._unread
         self._unread = self.launch()
         self.done += 1
+        if not self.world.is_distributed:  # several ranks must agree, and know of a signal one step later
+            self._stop = self._stop or self._asked_to_stop
         if before is not None:
             self._note(before, speed)
         is_due = config.logs_after(self.done) or config.saves_after(self.done) or config.evaluates_after(self.done)
+        is_due = is_due or self.done == self._begun_at + 1  # the first one shows that all is well
         if is_due or self._stop or self.skipped_in_a_row:
-            self._note(self._unread, speed)
-            self._unread = None
+            self._note_unread(speed)
+        self._end_if_too_many_were_skipped()
         if self.checkpoints.is_written:
             self._report_failed_save()
         tokens = self.done * config.tokens_per_step
@@ -169,6 +176,11 @@ class Trainer:
         if config.evaluates_after(self.done) and (not self._stop or self.done == config.steps):  # else at --resume
             self.evaluate()
             speed.pause(tokens)
+
+    def _note_unread(self, speed: Speed) -> None:
+        if self._unread is not None:
+            launched, self._unread = self._unread, None
+            self._note(launched, speed)
 
     def _note(self, launched: Launched, speed: Speed) -> None:
         facts, step = self.read(launched), launched.step
@@ -279,8 +291,11 @@ class Trainer:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if skipped:
             self.log.say(f"step {step}: the loss or its gradient is not finite; the step is skipped")
-        if skipped and self.skipped_in_a_row > self.config.optim.max_skipped:
-            in_a_row, self.skipped_in_a_row = self.skipped_in_a_row, 0
+        self._most_skipped = max(self._most_skipped, self.skipped_in_a_row)
+
+    def _end_if_too_many_were_skipped(self) -> None:
+        if self._most_skipped > self.config.optim.max_skipped:
+            in_a_row, self.skipped_in_a_row = self._most_skipped, 0
             self.save()  # the weights of the last good step
             where = f"The weights of the last good step are in {self.folder / folder_name(self.done)}"
             try:

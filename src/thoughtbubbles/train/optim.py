@@ -170,10 +170,6 @@ class Optimizer:
         for tensor, before in kept:
             tensor.copy_(torch.where(finite, tensor, before))
 
-    def zero_grad(self) -> None:
-        for parameter in self.name_of:
-            parameter.grad = None
-
     def tensors(self) -> dict[str, Tensor]:
         """The state by name, e.g. `exp_avg.blocks.0.mlp.up.weight`; zeros for what has not been updated yet."""
         return dict(self._state)

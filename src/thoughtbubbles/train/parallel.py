@@ -138,6 +138,8 @@ def _compile(model: Thoughtbubbles) -> None:
 
     Shapes are fixed, since a graph for any length would give up much of the speed.
     """
+    # Every fork layer may have a shape of its own, in training and in evaluation; none may fall back unnoticed.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for part in [*model.blocks, *model.forks.values()]:
         part.compile(dynamic=False)
     model.arrange = torch.compile(model.arrange, dynamic=False)  # type: ignore[method-assign]

@@ -68,10 +68,14 @@ class Passes:
 
     def __call__(self, micro: Micro, *, is_first: bool, trace: bool = False) -> Passed:
         """Leaves the gradients of `share` · loss in the parameters: alone if it is the first, else added."""
-        if self.graph and micro.ids.is_cuda and is_first in self._has_run:
+        if self.graph and self._can_replay(is_first):
             return self._replayed(micro, is_first=is_first)
         self._has_run.add(is_first)
         return self._run(micro, is_first=is_first, trace=trace)
+
+    def _can_replay(self, is_first: bool) -> bool:
+        """What adds to gradients must add to those that the first graph makes, wherever it has put them."""
+        return is_first in self._has_run and (is_first or True in self._replays)
 
     def release(self) -> None:
         """After the optimizer's step: gradients are not needed any more. Those of a graph keep their place."""
@@ -81,11 +85,11 @@ class Passes:
     def _run(self, micro: Micro, *, is_first: bool, trace: bool) -> Passed:
         if is_first:
             self.model.zero_grad(set_to_none=True)
-        with self.products():
+        with self.products():  # around the backward too, which may compute blocks again
             out = self.model(micro.ids, targets=micro.targets, lengths=micro.lengths, trace=trace)
-        assert out.loss is not None
-        share = out.loss * micro.share.to(out.loss.dtype)
-        share.backward()
+            assert out.loss is not None
+            share = out.loss * micro.share.to(out.loss.dtype)
+            share.backward()
         return Passed(share.detach(), out.forks)
 
     def _replayed(self, micro: Micro, *, is_first: bool) -> Passed:
@@ -106,4 +110,6 @@ class Passes:
         pool = next((other.graph.pool() for other in self._replays.values()), None)
         with torch.cuda.graph(graph, pool=pool):
             result = self._run(inputs, is_first=is_first, trace=True)
-        return _Replay(graph, inputs, result, [parameter.grad for parameter in self.model.parameters()])
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        assert is_first or all(a is b for a, b in zip(gradients, self._replays[True].gradients, strict=True))
+        return _Replay(graph, inputs, result, gradients)

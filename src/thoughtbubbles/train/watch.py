@@ -40,9 +40,11 @@ class Watch:
                 step()
 
         self.is_wanted = False
+        self._wait()
         begin = time.perf_counter()
         for _ in range(STEPS):
-            go_on()  # each ends with numbers that the host has read, so the device has nothing left to do
+            go_on()
+        self._wait()
         seconds = (time.perf_counter() - begin) / STEPS
         if not self.world.is_first:
             for _ in range(STEPS + 1):
@@ -57,6 +59,10 @@ class Watch:
         for table in tables(found, rates):
             self.log.show(table)
         self.log.say(f"profile: {folder}")
+
+    def _wait(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def _rates(self, seconds: float) -> dict[str, str]:
         config = self.config

@@ -4,7 +4,8 @@ attention, gelu, loss, fork, adamw    for a step of training
 decode                                for a step of writing
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from importlib.util import find_spec
 from typing import Concatenate, ParamSpec, TypeVar
@@ -14,11 +15,23 @@ import torch
 Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
 HAS_TRITON = find_spec("triton") is not None
+_are_wanted = True
 
 
-def serve(x: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether our kernels take what products with x give: half precision (`dtype`) on a GPU."""
-    return x.is_cuda and HAS_TRITON and dtype in (torch.bfloat16, torch.float16)
+def serve(x: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether our kernels take x: on a GPU; those behind matrix products in half precision (the products' `dtype`)."""
+    return x.is_cuda and HAS_TRITON and _are_wanted and dtype in (None, torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def plain_twins() -> Iterator[None]:
+    """No kernel of ours in here: to compare with."""
+    global _are_wanted
+    before, _are_wanted = _are_wanted, False
+    try:
+        yield
+    finally:
+        _are_wanted = before
 
 
 def on_its_device(

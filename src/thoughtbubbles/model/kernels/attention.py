@@ -89,18 +89,21 @@ def _turn(  # type: ignore[no-untyped-def]
                 if VALUE:
                     x = x * score
                     y = y * score
-            tl.store(turned + which * part + into, x.to(dtype), mask=inside)
-            tl.store(turned + which * part + into + half, y.to(dtype), mask=inside)
+            tl.store(turned + which * part.to(tl.int64) + into, x.to(dtype), mask=inside)
+            tl.store(turned + which * part.to(tl.int64) + into + half, y.to(dtype), mask=inside)
 
 
 @triton.jit
 def _attend_over(  # type: ignore[no-untyped-def]
     acc, total, largest, q, k, v, key_row, bias, scale2, begin, end, m, S,
-    BN: tl.constexpr, BIAS: tl.constexpr, DIAGONAL: tl.constexpr,
+    BN: tl.constexpr, BIAS: tl.constexpr, DIAGONAL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     for start in range(begin, end, BN):
         n = start + tl.arange(0, BN)
         s = tl.dot(q, k.load([key_row + start, 0]).T) * scale2
+        val = v.load([key_row + start, 0])
+        if DIAGONAL and not EVEN:
+            val = tl.where((n < S)[:, None], val, 0.0)
         if BIAS and DIAGONAL:
             s += (tl.load(bias + n, mask=n < S, other=0.0) * LOG2E)[None, :]
         elif BIAS:
@@ -111,19 +114,20 @@ def _attend_over(  # type: ignore[no-untyped-def]
         p = tl.exp2(s - above[:, None])
         shrink = tl.exp2(largest - above)
         total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(q.dtype), v.load([key_row + start, 0]), acc * shrink[:, None])
+        acc = tl.dot(p.to(q.dtype), val, acc * shrink[:, None])
         largest = above
     return acc, total, largest
 
 
 @triton.jit
-def _forward(  # type: ignore[no-untyped-def]
+def _attend_forward(  # type: ignore[no-untyped-def]
     q, k, v, bias, out, lse, scale2, S, N,
-    H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
+    H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """A block of queries of one head. Blocks with many keys come first, so that the last to finish are short."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
-    bn = tl.program_id(1)
+    blocks = tl.cdiv(S, BM)
+    first = (blocks - 1 - tl.program_id(0) % blocks) * BM
+    bn = tl.program_id(0) // blocks
     b, head = bn // N, bn % N
     m, h = first + tl.arange(0, BM), tl.arange(0, H)
     query = q.load([bn * S + first, 0])
@@ -134,10 +138,10 @@ def _forward(  # type: ignore[no-untyped-def]
     end = tl.minimum(first + BM, S)
     bias += b * S
     acc, total, largest = _attend_over(
-        acc, total, largest, query, k, v, bn * S, bias, scale2, 0, full, m, S, BN, BIAS, False
+        acc, total, largest, query, k, v, bn * S, bias, scale2, 0, full, m, S, BN, BIAS, False, EVEN
     )
     acc, total, largest = _attend_over(
-        acc, total, largest, query, k, v, bn * S, bias, scale2, full, end, m, S, BN, BIAS, True
+        acc, total, largest, query, k, v, bn * S, bias, scale2, full, end, m, S, BN, BIAS, True, EVEN
     )
     acc = acc / total[:, None]
     to = (b * S + m).to(tl.int64)[:, None] * (N * H) + head * H + h[None, :]
@@ -148,11 +152,14 @@ def _forward(  # type: ignore[no-untyped-def]
 @triton.jit
 def _query_over(  # type: ignore[no-untyped-def]
     dq, q, dout, logsum, delta, k, v, key_row, bias, scale2, begin, end, m, S,
-    BN: tl.constexpr, BIAS: tl.constexpr, DIAGONAL: tl.constexpr,
+    BN: tl.constexpr, BIAS: tl.constexpr, DIAGONAL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     for start in range(begin, end, BN):
         n = start + tl.arange(0, BN)
-        key = k.load([key_row + start, 0])
+        key, val = k.load([key_row + start, 0]), v.load([key_row + start, 0])
+        if DIAGONAL and not EVEN:
+            key = tl.where((n < S)[:, None], key, 0.0)
+            val = tl.where((n < S)[:, None], val, 0.0)
         s = tl.dot(q, key.T) * scale2
         if BIAS and DIAGONAL:
             s += (tl.load(bias + n, mask=n < S, other=0.0) * LOG2E)[None, :]
@@ -161,7 +168,7 @@ def _query_over(  # type: ignore[no-untyped-def]
         p = tl.exp2(s - logsum[:, None])
         if DIAGONAL:
             p = tl.where(m[:, None] >= n[None, :], p, 0.0)
-        ds = p * (tl.dot(dout, v.load([key_row + start, 0]).T) - delta[:, None])
+        ds = p * (tl.dot(dout, val.T) - delta[:, None])
         dq = tl.dot(ds.to(key.dtype), key, dq)
     return dq
 
@@ -177,10 +184,11 @@ def _turned_back(x, cos, sin, angle, here, ROWS: tl.constexpr, H: tl.constexpr):
 @triton.jit
 def _query_gradient(  # type: ignore[no-untyped-def]
     q, k, v, bias, out, dout, lse, delta, cos, sin, dqkv, scale, scale2, S, N,
-    H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
+    H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
-    bn = tl.program_id(1)
+    blocks = tl.cdiv(S, BM)
+    first = (blocks - 1 - tl.program_id(0) % blocks) * BM
+    bn = tl.program_id(0) // blocks
     b, head = bn // N, bn % N
     m, h = first + tl.arange(0, BM), tl.arange(0, H)
     here = (m < S)[:, None]
@@ -195,8 +203,8 @@ def _query_gradient(  # type: ignore[no-untyped-def]
     full = first // BN * BN
     end = tl.minimum(first + BM, S)
     bias += b * S
-    dq = _query_over(dq, query, do, logsum, own, k, v, bn * S, bias, scale2, 0, full, m, S, BN, BIAS, False)
-    dq = _query_over(dq, query, do, logsum, own, k, v, bn * S, bias, scale2, full, end, m, S, BN, BIAS, True)
+    dq = _query_over(dq, query, do, logsum, own, k, v, bn * S, bias, scale2, 0, full, m, S, BN, BIAS, False, EVEN)
+    dq = _query_over(dq, query, do, logsum, own, k, v, bn * S, bias, scale2, full, end, m, S, BN, BIAS, True, EVEN)
     half: tl.constexpr = H // 2
     i = tl.arange(0, half)
     left, right = _turned_back(dq * scale, cos, sin, row * half + i[None, :], here, BM, H)
@@ -217,6 +225,7 @@ def _key_over(  # type: ignore[no-untyped-def]
         if EVEN:
             logsum, own = tl.load(lse + m), tl.load(delta + m)
         else:  # no weight to queries past the end
+            query, do = tl.where((m < S)[:, None], query, 0.0), tl.where((m < S)[:, None], do, 0.0)
             logsum = tl.load(lse + m, mask=m < S, other=float("inf"))
             own = tl.load(delta + m, mask=m < S, other=0.0)
         s = tl.dot(k, query.T) * scale2
@@ -239,8 +248,9 @@ def _key_gradient(  # type: ignore[no-untyped-def]
     H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BIAS: tl.constexpr, VALUE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * BN
-    bn = tl.program_id(1)
+    blocks = tl.cdiv(S, BN)
+    first = tl.program_id(0) % blocks * BN
+    bn = tl.program_id(0) // blocks
     b, head = bn // N, bn % N
     n, h = first + tl.arange(0, BN), tl.arange(0, H)
     here = (n < S)[:, None]
@@ -290,7 +300,8 @@ def _tile(tiles: dict[int, Tile], head_size: int) -> Tile:
 def _described(turned: Tensor, rows: tuple[int, int, int]) -> tuple[Any, Any, Any]:
     """q, k and v as tables of rows, loaded some `rows` at a time by the GPU's copy engine.
 
-    A block that goes past its head's last row reads rows of the next head. They are finite, and get no weight.
+    A block that goes past its head's last row reads rows of the next head, or of the next row of the batch. Kernels put
+    zeros in their place: without weight they count for nothing, unless they hold NaN.
     """
     tables = (part.flatten(0, 2) for part in turned)
     q, k, v = (TensorDescriptor.from_tensor(table, [n, table.shape[1]]) for table, n in zip(tables, rows, strict=True))
@@ -317,10 +328,10 @@ def _attend(
     )  # fmt: skip
     tile = _tile(FORWARD, head)
     q, k, v = _described(turned, (tile.queries, tile.keys, tile.keys))
-    _forward[(triton.cdiv(streams, tile.queries), batch * n_head)](
+    _attend_forward[(triton.cdiv(streams, tile.queries) * batch * n_head,)](
         q, k, v, lse if key_bias is None else key_bias.contiguous(), out, lse,
         LOG2E.value / math.sqrt(head), streams, n_head,
-        H=head, BIAS=key_bias is not None, **tile.launch(),
+        H=head, BIAS=key_bias is not None, EVEN=streams % tile.keys == 0, **tile.launch(),
     )  # fmt: skip
     return out, turned, lse
 
@@ -353,14 +364,14 @@ def _attend_backward(
     scale = 1 / math.sqrt(head)
     tile = _tile(QUERY_GRADIENT, head)
     q, k, v = _described(turned, (tile.queries, tile.keys, tile.keys))
-    _query_gradient[(triton.cdiv(streams, tile.queries), batch * n_head)](
+    _query_gradient[(triton.cdiv(streams, tile.queries) * batch * n_head,)](
         q, k, v, bias, out, dout, lse, delta, cos, sin, dqkv, scale, scale * LOG2E.value, streams, n_head,
-        H=head, BIAS=key_bias is not None, **tile.launch(),
+        H=head, BIAS=key_bias is not None, EVEN=streams % tile.keys == 0, **tile.launch(),
     )  # fmt: skip
     tile = _tile(KEY_GRADIENT, head)
     q, k, v = _described(turned, (tile.queries, tile.keys, tile.keys))
     do = TensorDescriptor.from_tensor(dout.flatten(0, 1), [tile.queries, head])
-    _key_gradient[(triton.cdiv(streams, tile.keys), batch * n_head)](
+    _key_gradient[(triton.cdiv(streams, tile.keys) * batch * n_head,)](
         q, k, v, bias, score, do, lse, delta, cos, sin, dqkv, dbias, dvalue,
         scale, scale * LOG2E.value, streams, n_head,
         H=head, BIAS=key_bias is not None, VALUE=value is not None, EVEN=streams % tile.queries == 0, **tile.launch(),

@@ -1,0 +1,101 @@
+"""Forward and backward of micro-batches: the gradients of a step, launched and replayed, and weights computed again."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from runs import small_run
+
+from helpers import BFLOAT16, SAME_FUNCTION_FLOAT32, lively_model, random_ids, small_config
+from thoughtbubbles.train.loop import train
+from thoughtbubbles.train.passes import Later, Micro, Passed, Passes, _Replay
+from thoughtbubbles.train.precision import Products
+
+
+class Tape:
+    """What a CUDA graph does, without a GPU: the work of a capture again, on the same inputs, into the same places."""
+
+    def __init__(self, work):
+        self.replay = work
+
+
+class Taped(Passes):
+    def _capture(self, micro, *, is_first):
+        inputs = Micro(*(tensor.clone() for tensor in micro))
+        parameters = list(self.model.parameters())
+        places = [torch.full_like(p, torch.nan) if is_first else p.grad for p in parameters]
+        result = Passed(torch.zeros(()), None)
+
+        def work():
+            made = self._run(inputs, is_first=True, trace=False)
+            for parameter, place in zip(parameters, places, strict=True):
+                place.copy_(parameter.grad) if is_first else place.add_(parameter.grad)
+                parameter.grad = place
+            result.loss.copy_(made.loss)
+
+        if not is_first:
+            assert all(a is b for a, b in zip(places, self._replays[True].gradients, strict=True))
+        return _Replay(Tape(work), inputs, result, places)
+
+
+def gradients(kind, model, *, graph, n_micro, steps=4, device="cpu", precision="float32"):
+    """Of every step, while the weights move; and the losses."""
+    passes = kind(model, Products(model, precision, device=device), graph=graph)
+    found = []
+    for step in range(steps):
+        loss = 0.0
+        for index in range(n_micro):
+            ids = random_ids(model.config, 2, 12, seed=7 * step + index).to(device)
+            lengths = torch.tensor([12, 9], device=device)
+            micro = Micro(ids, ids.roll(-1, 1), lengths, torch.tensor(1 / n_micro, device=device))
+            loss += passes(micro, is_first=index == 0).loss.item()
+        found.append((loss, [p.grad.clone() for p in model.parameters()]))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.01)
+        passes.release()
+    return found
+
+
+def models(device="cpu"):
+    config = small_config(merge="residual")
+    one, other = (lively_model(config, dtype=torch.float32).to(device) for _ in range(2))
+    other.load_state_dict(one.state_dict())
+    return one, other
+
+
+@pytest.mark.parametrize("n_micro", [1, 2, 3, 5])
+def test_replayed_steps_have_the_gradients_of_launched_ones(n_micro):
+    one, other = models()
+    launched = gradients(Passes, one, graph=False, n_micro=n_micro)
+    replayed = gradients(Taped, other, graph=True, n_micro=n_micro)
+    for (loss, expected), (again, found) in zip(launched, replayed, strict=True):
+        assert abs(loss - again) < SAME_FUNCTION_FLOAT32
+        for a, b in zip(expected, found, strict=True):
+            torch.testing.assert_close(a, b, atol=SAME_FUNCTION_FLOAT32, rtol=SAME_FUNCTION_FLOAT32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("n_micro", [1, 2, 3, 5])
+def test_a_graph_has_the_bits_of_launched_kernels(n_micro):
+    one, other = models("cuda")
+    forms = {"n_micro": n_micro, "device": "cuda", "precision": "bf16"}
+    launched = gradients(Passes, one, graph=False, **forms)
+    replayed = gradients(Passes, other, graph=True, **forms)
+    for (loss, expected), (again, found) in zip(launched, replayed, strict=True):
+        assert loss == again
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_recomputing_blocks_with_bfloat16_products(tmp_path):
+    """The backward computes blocks again, with the same rounded weights."""
+    plain = small_run(tmp_path / "plain", steps=3, compute_precision="bf16")
+    again = replace(plain, out=tmp_path / "again", compute=replace(plain.compute, recompute=True))
+    a, b = (train(config).held_out["corpus"] for config in (plain, again))
+    assert abs(a - b) < BFLOAT16
+
+
+def test_numbers_can_be_read_later():
+    numbers = Later(torch.tensor([1.5, 2.0]))
+    assert numbers.read() == [1.5, 2.0] == numbers.read()
