@@ -132,9 +132,9 @@ BARE_STEP = {  # the case of train_step.py that is a recipe's model
 
 def train_table() -> str:
     lines = [
-        "| machine | recipe | rows × 512 tokens | tokens/s | of the bare step's | TFLOP/s | MFU | peak memory | "
+        "| machine | at | recipe | rows × 512 tokens | tokens/s | of the bare step's | TFLOP/s | MFU | peak memory | "
         "first step done after |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     found = records("train")
     bare = {
@@ -150,9 +150,9 @@ def train_table() -> str:
             # Earlier results have no first step: they are not of the code whose bare step was measured.
             share = "–" if rate is None or first is None else f"{case['tokens_per_second'] / rate:.1%}"
             lines.append(
-                f"| {record['machine']} | `{case['recipe']}` | {case['rows']} | {case['tokens_per_second']:,.0f} | "
-                f"{share} | {case['tflops']:.0f} | {case['mfu']:.1%} | {case['peak_memory_GiB']:.1f} GiB | "
-                f"{'–' if first is None else f'{first:.0f} s'} |"
+                f"| {record['machine']} | {record['commit'][:7]} | `{case['recipe']}` | {case['rows']} | "
+                f"{case['tokens_per_second']:,.0f} | {share} | {case['tflops']:.0f} | {case['mfu']:.1%} | "
+                f"{case['peak_memory_GiB']:.1f} GiB | {'–' if first is None else f'{first:.0f} s'} |"
             )
     behaviour = [f"- {record['machine']}: {source(record)}.{train_check(record)}" for record in found]
     return "\n".join([*lines, "", *behaviour])

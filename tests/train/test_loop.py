@@ -229,7 +229,7 @@ def test_tiny_is_a_size_with_room_for_bytes():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("form", ["tiny", "tiny-paper", "tiny-plain"])
-def test_a_step_waits_for_the_device_once_at_its_end(form, tmp_path):
+def test_launching_a_step_does_not_wait_for_the_device(form, tmp_path):
     """The host queues steps, whether logged or not, and the next batches, without a look at anything on the device."""
     model = replace(recipe(form).model, n_layer=4, width=32, block_size=32)
     trainer = Trainer(small_run(tmp_path / "run", model=model, compute_micro_rows=4), World(torch.device("cuda")))

@@ -1,8 +1,8 @@
 """Initial weights: billions of random numbers in a few seconds, and the same ones everywhere.
 
-A tensor's numbers hang on torch's seed (`torch.manual_seed`), its name and its size: not on the device, the number of
-cores, or what else the model has. So with one seed a plain model and one with fork layers begin with the same weights
-wherever they have the same names and sizes.
+A tensor's numbers hang on torch's seed (`torch.manual_seed`), its name, size and whether it is float64: not on the
+device, the number of cores, or what else the model has (float32 draws differ in last bits between kinds of CPU). So
+with one seed a plain model and one with fork layers begin with the same weights wherever they have the same names and sizes.
 """
 
 import hashlib

@@ -57,7 +57,7 @@ class ComputeConfig:
     precision: Precision = "auto"
     """Of matrix products; weights, residual, scores and loss stay float32. auto: bf16 on CUDA, float32 elsewhere."""
     compile: bool | None = None
-    """torch.compile for each block. By default on CUDA only."""
+    """torch.compile for each block and fork layer, for positions and the loss. By default on CUDA only."""
     graph: bool | None = None
     """Replay forward and backward as one CUDA graph. By default on CUDA, where torchrun has not started the run."""
     recompute: bool = False

@@ -3,8 +3,8 @@
 Step n reads batch n and draws its random numbers from (seed, n), so the number of finished steps is all the state there
 is besides weights and optimizer, and a run that is killed and resumed gives the same bits as one that is not.
 
-The device is never kept waiting within a step: `launch` queues all of it, and the next step's batches behind it, before
-`read` looks at the numbers.
+The device is not kept waiting: `launch` queues a step, and the next one's batches behind it, and its numbers are read
+when the next step has been launched, unless something is due that needs them.
 """
 
 import math
@@ -331,7 +331,10 @@ class Trainer:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and the first Ctrl-C let the step finish, save and end; the second Ctrl-C ends at once."""
+        """SIGTERM and the first Ctrl-C let the step finish (with several ranks the next one too), save and end.
+
+        The second Ctrl-C ends at once.
+        """
 
         def stop(number: int, _: Any) -> None:
             if self._asked_to_stop and number == signal.SIGINT:
