@@ -2,7 +2,7 @@
 
 A tensor's numbers hang on torch's seed (`torch.manual_seed`), its name, size and whether it is float64: not on the
 device, the number of cores, or what else the model has (float32 draws differ in last bits between kinds of CPU). So
-with one seed a plain model and one with fork layers begin with the same weights wherever they have the same names and sizes.
+with one seed a plain model and one with fork layers begin with the same weights wherever names and sizes are the same.
 """
 
 import hashlib
