@@ -142,6 +142,15 @@ def unused_slots() -> Found:
     return {name: all(torch.equal(other[name], x) for other in results[1:]) for name, x in first.items()}
 
 
+def poisoned_neighbour() -> Found:
+    """A row of the batch full of NaN, into whose rows the last tiles of the row before reach."""
+    heads = Heads(33, 16)
+    clean = heads.through_kernels()
+    heads.qkv[1], heads.upstream[1], heads.log_score[1] = torch.nan, torch.nan, torch.nan
+    found = heads.through_kernels()
+    return {name: torch.equal(x[0], clean[name][0]) for name, x in found.items()}
+
+
 def strided() -> Found:
     """Tensors that are views of others, and an upstream gradient that is one number for all."""
     heads = Heads(19, 16)
@@ -252,6 +261,7 @@ def quick() -> dict[str, Callable[[], Found]]:
         "vanished": vanished,
         "strong": strong,
         "unused slots": unused_slots,
+        "poisoned neighbour": poisoned_neighbour,
         "block": lambda: block(16),
         "gelu": lambda: gelus(5, 7, 21),
         "gelu everywhere": gelu_everywhere,

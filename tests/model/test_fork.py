@@ -171,7 +171,7 @@ def test_gradients_of_padded_rows_against_differences():
             layer,
             {"embedding": embedding},
             (Streams(x, log_score, TOKEN), LENGTHS),
-            {"n_tokens": 3, "rule": Rule("causal", Budget.of(1.5)), "layer": 0},
+            {"n_tokens": 3, "rule": Rule("causal", Budget.of(1.5))},
         )
         return moved.x, moved.log_score
 
