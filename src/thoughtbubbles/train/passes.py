@@ -85,8 +85,9 @@ class Passes:
     def _run(self, micro: Micro, *, is_first: bool, trace: bool) -> Passed:
         if is_first:
             self.model.zero_grad(set_to_none=True)
-        with self.products():  # around the backward too, which may compute blocks again
-            out = self.model(micro.ids, targets=micro.targets, lengths=micro.lengths, trace=trace)
+        with self.products.rounded_weights():
+            with self.products.autocast():
+                out = self.model(micro.ids, targets=micro.targets, lengths=micro.lengths, trace=trace)
             assert out.loss is not None
             share = out.loss * micro.share.to(out.loss.dtype)
             share.backward()

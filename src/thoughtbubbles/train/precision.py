@@ -5,7 +5,7 @@ rounded weights are made once for all micro-steps, when the optimizer has moved 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,15 @@ class Products:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
+        with self.rounded_weights(), self.autocast():
+            yield
+
+    def autocast(self) -> AbstractContextManager[object]:
+        return torch.autocast(self.device, torch.bfloat16) if self.precision == "bf16" else nullcontext()
+
+    @contextmanager
+    def rounded_weights(self) -> Iterator[None]:
+        """The copies alone: also for a backward that computes blocks again, and that autocast has no business in."""
         if self.precision != "bf16":
             yield
             return
@@ -31,8 +40,7 @@ class Products:
         for linear, copy in zip(self.linears, self.copies, strict=True):
             linear.narrow = copy
         try:
-            with torch.autocast(self.device, torch.bfloat16):
-                yield
+            yield
         finally:
             # Outside, nobody would notice that they are old.
             for linear in self.linears:
