@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 KINDS = {
     "communication": r"nccl|c10d|gloo|all_?reduce|all_?gather|reduce_?scatter",
     "optimizer": r"multi_tensor(?!.*copyfunctor)|adam|_foreach_|muon|aten::lerp",
-    "attention": r"flash|fmha|sdpa_|scaled_dot_product|attention|attend|attn|^_(turn|forward)$|^_(query|key)_gradient$",
+    "attention": r"flash|fmha|sdpa_|scaled_dot_product|attention|attend|attn|^turn$|^_(query|key)_gradient$",
     "loss and head": r"nll|loss|cross_entropy|log_?sum_?exp|softmax|embedding|^_mixture$",
     "matrix products": r"gemm|gemv|nvjet|cublas|cutlass|xmma|splitk|aten::(mm|addmm|bmm|baddbmm|matmul|linear)$",
     "fork layers": r"fork|select|bubble|sort|radix|topk|scan|cumsum|gather|scatter|index_|indexing|^_(ranks|pack)$|"

@@ -1,7 +1,7 @@
 """GPU kernels, each beside a plain twin that says what it computes. Nothing here is needed to run a model.
 
-attention, gelu, loss, fork, adamw    for a step of training
-decode                                for a step of writing
+attention, turn, gelu, loss, fork, adamw    for a step of training
+decode                                      for a step of writing
 """
 
 from collections.abc import Callable, Iterator

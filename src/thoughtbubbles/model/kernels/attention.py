@@ -7,10 +7,10 @@ logits s, the weights w and dw = dout · (P v)ᵀ, the backward is
 
     ds = w · (dw − rowsum(dout · out)),  dq = c · ds k,  dk = c · dsᵀ q,  d(P v) = wᵀ dout,  dbias = column sum of ds.
 
-No kernel has atomics, since each number has one owner, so the bits are the same every time. `_turn` rotates q and k,
-multiplies v by P and puts each head's rows side by side; `_query_gradient` walks along the keys of a block of queries,
-`_key_gradient` along the queries of a block of keys, with the column sums for nothing. Both turn their results back and
-write them where the projection wants them. The plain twins are `fused_attention` and `reference_attention` in
+No kernel has atomics, since each number has one owner, so the bits are the same every time. `turn` (turn.py) rotates q
+and k, multiplies v by P and puts each head's rows side by side; `_query_gradient` walks along the keys of a block of
+queries, `_key_gradient` along the queries of a block of keys, with the column sums for nothing. Both turn their results
+back and write them where the projection wants them. The plain twins are `fused_attention` and `reference_attention` in
 model/attention.py, behind `rotate`.
 """
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from thoughtbubbles.model.kernels import on_its_device
+from thoughtbubbles.model.kernels.turn import turn, turned_back
 
 LOG2E = tl.constexpr(1.4426950408889634)  # logits are kept in base 2: the GPU's exponential is
 
@@ -48,49 +49,6 @@ FORWARD = {64: Tile(64, 128), 128: Tile(64, 64)}
 QUERY_GRADIENT = {64: Tile(64, 64), 128: Tile(64, 64)}
 KEY_GRADIENT = {64: Tile(64, 64, registers=168), 128: Tile(64, 64)}
 TURN_STREAMS = 16
-
-
-@triton.jit
-def _halves(x, ROWS: tl.constexpr, H: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The left and the right half of the channels, which the rotation pairs."""
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, H // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def _turn(  # type: ignore[no-untyped-def]
-    qkv, cos, sin, value, turned, S, N, part,
-    H: tl.constexpr, VALUE: tl.constexpr, BS: tl.constexpr,
-):  # fmt: skip
-    """(B, S, 3, N, H) → (3, B, N, S, H). `part` is the distance between q, k and v in what is written."""
-    b = tl.program_id(1)
-    s = tl.program_id(0) * BS + tl.arange(0, BS)
-    half: tl.constexpr = H // 2
-    i = tl.arange(0, half)
-    inside = (s < S)[:, None]
-    angle = (b * S + s)[:, None] * half + i[None, :]
-    c = tl.load(cos + angle, mask=inside, other=0.0)
-    r = tl.load(sin + angle, mask=inside, other=0.0)
-    if VALUE:
-        score = tl.load(value + b * S + s, mask=s < S, other=0.0)[:, None]
-    dtype: tl.constexpr = turned.dtype.element_ty
-    row = (b * S + s).to(tl.int64)[:, None] * (3 * N * H)
-    for n in range(N):
-        into = ((b * N + n).to(tl.int64) * S + s[:, None]) * H + i[None, :]
-        for which in tl.static_range(3):
-            source = qkv + row + (which * N + n) * H + i[None, :]
-            left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-            right = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-            if which < 2:
-                x = left * c - right * r
-                y = right * c + left * r
-            else:
-                x = left
-                y = right
-                if VALUE:
-                    x = x * score
-                    y = y * score
-            tl.store(turned + which * part.to(tl.int64) + into, x.to(dtype), mask=inside)
-            tl.store(turned + which * part.to(tl.int64) + into + half, y.to(dtype), mask=inside)
 
 
 @triton.jit
@@ -174,14 +132,6 @@ def _query_over(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _turned_back(x, cos, sin, angle, here, ROWS: tl.constexpr, H: tl.constexpr):  # type: ignore[no-untyped-def]
-    left, right = _halves(x, ROWS, H)
-    c = tl.load(cos + angle, mask=here, other=0.0)
-    r = tl.load(sin + angle, mask=here, other=0.0)
-    return left * c + right * r, right * c - left * r
-
-
-@triton.jit
 def _query_gradient(  # type: ignore[no-untyped-def]
     q, k, v, bias, out, dout, lse, delta, cos, sin, dqkv, scale, scale2, S, N,
     H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
@@ -207,7 +157,7 @@ def _query_gradient(  # type: ignore[no-untyped-def]
     dq = _query_over(dq, query, do, logsum, own, k, v, bn * S, bias, scale2, full, end, m, S, BN, BIAS, True, EVEN)
     half: tl.constexpr = H // 2
     i = tl.arange(0, half)
-    left, right = _turned_back(dq * scale, cos, sin, row * half + i[None, :], here, BM, H)
+    left, right = turned_back(dq * scale, cos, sin, row * half + i[None, :], here, BM, H)
     to = dqkv + row * (3 * N * H) + head * H + i[None, :]
     tl.store(to, left.to(dqkv.dtype.element_ty), mask=here)
     tl.store(to + half, right.to(dqkv.dtype.element_ty), mask=here)
@@ -278,7 +228,7 @@ def _key_gradient(  # type: ignore[no-untyped-def]
     half: tl.constexpr = H // 2
     i = tl.arange(0, half)
     row = (b * S + n).to(tl.int64)[:, None]
-    left, right = _turned_back(dk * scale, cos, sin, row * half + i[None, :], here, BN, H)
+    left, right = turned_back(dk * scale, cos, sin, row * half + i[None, :], here, BN, H)
     to = dqkv + row * (3 * N * H) + (N + head) * H
     tl.store(to + i[None, :], left.to(dtype), mask=here)
     tl.store(to + half + i[None, :], right.to(dtype), mask=here)
@@ -322,7 +272,7 @@ def _attend(
     turned = qkv.new_empty(3, batch, n_head, streams, head)
     out = qkv.new_empty(batch, streams, n_head * head)
     lse = qkv.new_empty(batch, n_head, streams, dtype=torch.float32)
-    _turn[(triton.cdiv(streams, TURN_STREAMS), batch)](
+    turn[(triton.cdiv(streams, TURN_STREAMS), batch)](
         qkv, cos, sin, cos if value is None else value.contiguous(), turned, streams, n_head, turned[0].numel(),
         H=head, VALUE=value is not None, BS=TURN_STREAMS,
     )  # fmt: skip

@@ -1,0 +1,58 @@
+"""Rotation for attention's kernels: of queries and keys on the way in, and of their gradients on the way back.
+
+Channel i is paired with channel i + H/2, as in model/rope.py, whose `rotate` is the plain twin.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _halves(x, ROWS: tl.constexpr, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The left and the right half of the channels, which the rotation pairs."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, H // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def turn(  # type: ignore[no-untyped-def]
+    qkv, cos, sin, value, turned, S, N, part,
+    H: tl.constexpr, VALUE: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """(B, S, 3, N, H) → (3, B, N, S, H). `part` is the distance between q, k and v in what is written."""
+    b = tl.program_id(1)
+    s = tl.program_id(0) * BS + tl.arange(0, BS)
+    half: tl.constexpr = H // 2
+    i = tl.arange(0, half)
+    inside = (s < S)[:, None]
+    angle = (b * S + s)[:, None] * half + i[None, :]
+    c = tl.load(cos + angle, mask=inside, other=0.0)
+    r = tl.load(sin + angle, mask=inside, other=0.0)
+    if VALUE:
+        score = tl.load(value + b * S + s, mask=s < S, other=0.0)[:, None]
+    dtype: tl.constexpr = turned.dtype.element_ty
+    row = (b * S + s).to(tl.int64)[:, None] * (3 * N * H)
+    for n in range(N):
+        into = ((b * N + n).to(tl.int64) * S + s[:, None]) * H + i[None, :]
+        for which in tl.static_range(3):
+            source = qkv + row + (which * N + n) * H + i[None, :]
+            left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+            right = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+            if which < 2:
+                x = left * c - right * r
+                y = right * c + left * r
+            else:
+                x = left
+                y = right
+                if VALUE:
+                    x = x * score
+                    y = y * score
+            tl.store(turned + which * part.to(tl.int64) + into, x.to(dtype), mask=inside)
+            tl.store(turned + which * part.to(tl.int64) + into + half, y.to(dtype), mask=inside)
+
+
+@triton.jit
+def turned_back(x, cos, sin, angle, here, ROWS: tl.constexpr, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    left, right = _halves(x, ROWS, H)
+    c = tl.load(cos + angle, mask=here, other=0.0)
+    r = tl.load(sin + angle, mask=here, other=0.0)
+    return left * c + right * r, right * c - left * r
