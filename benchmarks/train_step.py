@@ -18,6 +18,7 @@ from common import write_results
 from thoughtbubbles.train.bench import Failed, Measured, product_tflops, run_cases
 from thoughtbubbles.train.bench_cases import default_cases, find_cases
 from thoughtbubbles.train.bench_table import line, show
+from thoughtbubbles.train.config import ComputeConfig
 
 # What is said, the case above the line, the case below it, and the number that is compared.
 BARS = [
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", help="those of `thoughtbubbles bench --list`; all usual ones by default")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--data", type=Path, help="a prepared folder; random tokens by default")
+    parser.add_argument("--residual", choices=["float32", "bf16"], default="float32")
     parser.add_argument("--out", type=Path, help="folder for the results; benchmarks/results by default")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -98,14 +100,23 @@ def main() -> None:
         numbers = {
             "triton": triton_version(),
             "repeats": arguments.repeats,
+            "residual": arguments.residual,
             "product_tflops": product,
             "bars": bars(found),
             "cases": [asdict(case) for case in found],
         }
-        write_results("train_step", arguments.device, numbers, to=arguments.out)
+        name = "train_step" if arguments.residual == "float32" else "train_step-bf16-residual"
+        write_results(name, arguments.device, numbers, to=arguments.out)
 
     run_cases(
-        cases, device, product=product, repeats=arguments.repeats, data=arguments.data, watched=WATCHED, report=keep
+        cases,
+        device,
+        product=product,
+        repeats=arguments.repeats,
+        data=arguments.data,
+        compute=ComputeConfig(residual=arguments.residual),
+        watched=WATCHED,
+        report=keep,
     )
     show(found, product)
 

@@ -67,7 +67,7 @@ def test_fused_attention_in_bfloat16_on_the_flash_kernel(head, streams):
 
 def random_heads(streams: int, head: int, **options):
     """Of the probe that runs the same kernels in Triton's interpreter; it needs Triton, which comes with CUDA."""
-    from attention_kernel_probe import Heads
+    from block_kernel_probe import Heads
 
     return Heads(streams, head, dtype=torch.bfloat16, device="cuda", **options)
 
@@ -131,7 +131,7 @@ def test_our_attention_never_has_a_matrix_of_all_pairs():
 
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 7, 100), (2, 333, 1536), (3, 1000, 3072)])
 def test_our_gelu_in_bfloat16(shape):
-    from attention_kernel_probe import gelu_results, on_a_grid, plain_gelu
+    from block_kernel_probe import gelu_results, on_a_grid, plain_gelu
 
     from thoughtbubbles.model.kernels.gelu import gelu
 
@@ -146,11 +146,25 @@ def test_our_gelu_in_bfloat16(shape):
     assert (ours[2].double() - exact[2]).norm() < SAME_FUNCTION_FLOAT32 * exact[2].norm()
 
 
+@pytest.mark.parametrize("form", [{}, {"score": False}, {"written": False}, {"update": False}, {"shift": False}])
+@pytest.mark.parametrize(("rows", "channels"), [(1, 8), (7, 100), (333, 768), (3000, 2048), (1000, 5000)])
+def test_our_write_and_norm_in_bfloat16(rows, channels, form):
+    from block_kernel_probe import Writes
+
+    writes = Writes(rows, channels, dtype=torch.bfloat16, device="cuda", **form)
+    first, second = writes.through_kernel(), writes.through_kernel()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    errors = writes.errors(first)
+    for narrow in ("h", "gradient of update"):  # these are rounded once; all else is float32
+        assert errors.pop(narrow, 0.0) < BFLOAT16
+    assert all(error < SAME_FUNCTION_FLOAT32 for error in errors.values()), errors
+
+
 @pytest.mark.parametrize("with_copies", [True, False])
 @pytest.mark.parametrize(("streams", "head"), [(333, 64), (512, 128)])
 def test_a_block_on_our_kernels(streams, head, with_copies):
     """In bfloat16, against the explicit matrix in float64: what it adds to its input, and every gradient."""
-    from attention_kernel_probe import error, module_results
+    from block_kernel_probe import error, module_results
 
     heads = random_heads(streams, head, n_head=4)
     by = heads.by(heads.log_score)

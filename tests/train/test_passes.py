@@ -7,7 +7,8 @@ import torch
 from runs import small_run
 
 from helpers import BFLOAT16, SAME_FUNCTION_FLOAT32, lively_model, random_ids, small_config
-from thoughtbubbles.train.loop import train
+from thoughtbubbles.train.loop import Trainer, train
+from thoughtbubbles.train.parallel import World
 from thoughtbubbles.train.passes import Later, Micro, Passed, Passes, _Replay
 from thoughtbubbles.train.precision import Products
 
@@ -94,6 +95,26 @@ def test_recomputing_blocks_with_bfloat16_products(tmp_path):
     again = replace(plain, out=tmp_path / "again", compute=replace(plain.compute, recompute=True))
     a, b = (train(config).held_out["corpus"] for config in (plain, again))
     assert abs(a - b) < BFLOAT16
+
+
+@pytest.mark.parametrize("merge", ["residual", "mixture", "original"])
+def test_a_residual_in_bfloat16(merge, tmp_path):
+    """Streams are rounded, scores and loss are not, and a run comes out where one in float32 does."""
+    wide = small_run(tmp_path / "wide", steps=3, model_merge=merge, compute_precision="bf16")
+    narrow = replace(wide, out=tmp_path / "narrow", compute=replace(wide.compute, residual="bf16"))
+    trainer = Trainer(narrow, World(torch.device("cpu")))
+    ids = random_ids(narrow.model, 2, 16)
+    with trainer.products():
+        streams = trainer.model(ids).streams
+    assert (streams.x.dtype, streams.log_score.dtype) == (torch.bfloat16, torch.float32)
+    a, b = (train(config).held_out["corpus"] for config in (wide, narrow))
+    assert a != b
+    assert abs(a - b) < BFLOAT16
+
+
+def test_a_residual_in_bfloat16_needs_products_in_it(tmp_path):
+    with pytest.raises(ValueError, match=r"--compute.residual bf16: goes with --compute.precision bf16 only"):
+        train(small_run(tmp_path / "run", compute_precision="float32", compute_residual="bf16"))
 
 
 def test_numbers_can_be_read_later():

@@ -127,3 +127,8 @@ def test_differences_ignore_where_a_run_happens(tmp_path):
     assert differences(base.as_dict(), moved.as_dict()) == []
     other = small_run(tmp_path / "a", optim_lr=1.0, seed=3)
     assert differences(base.as_dict(), other.as_dict()) == ["optim.lr was 0.002, is 1.0", "seed was 0, is 3"]
+    narrow = replace(base, compute=replace(base.compute, residual="bf16"))
+    before = base.as_dict()
+    del before["compute"]["residual"]  # a run from before there was a choice
+    assert differences(before, base.as_dict()) == []
+    assert differences(before, narrow.as_dict()) == ["compute.residual was 'float32', is 'bf16'"]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from thoughtbubbles.generate.cache import Cache, Span, budget_of_rows, new_cache
 from thoughtbubbles.model import head, inputs
 from thoughtbubbles.model.attention import PATHS, AttentionPath, Attenuation, attenuated, attenuation
+from thoughtbubbles.model.block import write
 from thoughtbubbles.model.budget import Budget, BudgetLike
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.rope import Rotation, rotation
@@ -222,9 +223,10 @@ def run_blocks(
     visible = slot <= view.used[:, None, None, None] + own[:, None]
     bias = torch.zeros_like(span.log_score) if view.key_bias is None else view.key_bias
     mask = torch.where(visible, bias[:, None, None, :seen], -math.inf)
+    pending = None
     for block, key, value in zip(blocks, span.key, span.value, strict=True):
-        x, _ = block(x, view.turn, view.by, cached_attention(key, value, view.place, mask))
-    return x
+        x, pending, _ = block(x, pending, view.turn, view.by, cached_attention(key, value, view.place, mask))
+    return write(x, pending, view.by)
 
 
 def cached_attention(

@@ -34,6 +34,13 @@ class Attenuation(NamedTuple):
     write: Float[Tensor, "B S"] | None = None  # multiplies what is written into the stream
 
 
+class Update(NamedTuple):
+    """What attention or an MLP has to write into the streams, before the scores weaken it."""
+
+    value: Float[Tensor, "B S D"]
+    shift: Float[Tensor, "D"] | None = None  # still to be added everywhere: a bias that is left to the writing kernel
+
+
 def attenuation(log_score: Float[Tensor, "B S"], config: ModelConfig) -> Attenuation:
     score = log_score.exp()
     scale = 1 / math.sqrt(config.head_size) if config.score_scale == "head" else 1.0
@@ -113,12 +120,15 @@ class Attention(torch.nn.Module):
 
     def forward(
         self, x: Float[Tensor, "B S D"], turn: Rotation, by: Attenuation, path: AttentionPath
-    ) -> tuple[Float[Tensor, "B S D"], Float[Tensor, "B N S S"] | None]:
+    ) -> tuple[Update, Float[Tensor, "B N S S"] | None]:
+        """What to write into the streams, and the attention weights if the path keeps them."""
         if path is fused_attention and self.has_kernel(x):
             from thoughtbubbles.model.kernels.attention import attend
 
-            heads = attend(self.qkv(x), *turn, key_bias=by.key_bias, value=by.value, n_head=self.n_head)
-            return self.out(heads), None
+            heads = attend(
+                self.qkv.product(x), self.qkv.bias, *turn, key_bias=by.key_bias, value=by.value, n_head=self.n_head
+            )
+            return Update(self.out.product(heads), self.out.bias), None
         q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         turned, weights = path(rotate(q, turn), rotate(k, turn), v, by)
-        return self.out(turned.transpose(1, 2).flatten(2)), weights
+        return Update(self.out(turned.transpose(1, 2).flatten(2))), weights

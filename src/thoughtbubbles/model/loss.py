@@ -297,6 +297,7 @@ def _(hidden, weight, log_score, target, start, end, max_bubble, dtype, with_gra
 
 
 def _keep_gradients(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.set_materialize_grads(False)  # nobody differentiates the gradients
     ctx.dtypes = [x.dtype for x in inputs[:3]]
     ctx.save_for_backward(*output[1:])
 

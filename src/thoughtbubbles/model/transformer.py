@@ -16,8 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from thoughtbubbles.model import head, inputs
-from thoughtbubbles.model.attention import PATHS, AttentionPath, Attenuation, attenuation
-from thoughtbubbles.model.block import Block
+from thoughtbubbles.model.attention import PATHS, AttentionPath, Attenuation, Update, attenuation
+from thoughtbubbles.model.block import Block, write
 from thoughtbubbles.model.budget import Budget, BudgetLike
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.fork import ForkLayer, ForkRecord, ScoreHead
@@ -41,6 +41,8 @@ class Output(NamedTuple):
 
 
 class Thoughtbubbles(nn.Module):
+    stream_dtype: torch.dtype | None = None  # of the residual between blocks, where it is not that of the weights
+
     def __init__(self, config: ModelConfig, *, attention: Literal["fused", "reference"] = "fused"):
         """`attention` chooses between two paths that compute the same: it is no part of the model's definition."""
         super().__init__()
@@ -170,17 +172,23 @@ class Thoughtbubbles(nn.Module):
         by = Attenuation()  # every score is 1 before the first fork layer
         forks: list[ForkRecord] = []
         attention: list[Tensor] = []
+        pending: Update | None = None  # a block leaves its last update to the next one's first norm
         for layer, block in enumerate(self.blocks):
             if layer in self.config.fork_layers:
                 fork = self.forks[str(layer)]
+                streams, pending = self.settle(streams, pending, by), None
                 streams, record = fork(streams, given.lengths, n_tokens=n_tokens, rule=given.rule)
                 turn, by = self.arrange(streams, n_tokens)
                 forks.append(ForkRecord(*record[:-1], layer))  # type: ignore[call-arg]
-            x, weights = block(streams.x, turn, by, path)
+            x, pending, weights = block(streams.x, pending, turn, by, path)
             streams = Streams(x, streams.log_score, streams.token)
             if keep_attention:
                 attention.append(weights)
-        return streams, tuple(forks), tuple(attention)
+        return self.settle(streams, pending, by), tuple(forks), tuple(attention)
+
+    def settle(self, streams: Streams, pending: Update | None, by: Attenuation) -> Streams:
+        """The streams with the last block's update written."""
+        return Streams(write(streams.x, pending, by), streams.log_score, streams.token)
 
     def rows_to_decode(self, streams: Streams, n_tokens: int) -> head.Rows:
         merge, max_bubble = self.config.merge, self.config.max_bubble
@@ -199,6 +207,7 @@ class Thoughtbubbles(nn.Module):
         token = torch.arange(n_tokens, device=given.ids.device)
         token = torch.where(token < given.lengths[:, None], token, n_tokens)
         x = self.embedding(given.ids)
+        x = x if self.stream_dtype is None else x.to(self.stream_dtype)
         if copies > 1:
             x, token = x.repeat_interleave(copies, dim=1), token.repeat_interleave(copies, dim=1)
         return Streams(x, torch.zeros_like(token, dtype=wide_dtype(x.dtype)), token)

@@ -193,8 +193,7 @@ def verdict(record: dict[str, Any]) -> str:
     else:
         words = f"the two are equal within noise: bubbles were ahead in {sum(g > 0 for g in gaps)} of {seeds} seeds"
     return (
-        f"How much of this is chance? Over {seeds} seeds of this run, with initial weights drawn in an "
-        f"earlier way ({record['machine']}): bubbles "
+        f"How much of this is chance? Over {seeds} seeds of this run ({record['machine']}): bubbles "
         f"{shown['demo-bubbles']}; plain {shown['demo-plain']}. So at this size and length {words}. "
         "Where the effect of forking begins cannot be seen in minutes: docs/log.md has our trials, and the paper "
         "reports it from 150M parameters and 2.5B tokens on."

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from thoughtbubbles.model import kernels
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import ComputeConfig
 
@@ -117,11 +118,17 @@ def join(device: str = "auto") -> Iterator[World]:
 def parallelize(model: Thoughtbubbles, world: World, compute: ComputeConfig) -> None:
     """In place; parameter names stay what they are."""
     device = world.device.type
+    if compute.residual == "bf16":
+        if find_precision(compute, device) != "bf16":
+            raise ValueError("--compute.residual bf16: goes with --compute.precision bf16 only")
+        model.stream_dtype = torch.bfloat16
     if compute.recompute:
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
     if device == "cuda" if compute.compile is None else compute.compile:
-        _compile(model)
+        # In a CUDA graph blocks are kernels of ours and products, which a compiler can only take longer to start.
+        has_kernels = kernels.HAS_TRITON and device == "cuda" and find_precision(compute, device) == "bf16"
+        _compile(model, blocks=not (has_kernels and uses_graph(compute, world)))
     if world.is_distributed:
         _shard(model, world, find_precision(compute, device))
 
@@ -133,15 +140,16 @@ def uses_graph(compute: ComputeConfig, world: World) -> bool:
     return world.device.type == "cuda" and not world.is_distributed if compute.graph is None else compute.graph
 
 
-def _compile(model: Thoughtbubbles) -> None:
+def _compile(model: Thoughtbubbles, *, blocks: bool) -> None:
     """Region by region: blocks of one shape share their code, so 36 of them take as long to compile as one.
 
     Shapes are fixed, since a graph for any length would give up much of the speed.
     """
     # Every fork layer may have a shape of its own, in training and in evaluation; none may fall back unnoticed.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    for part in [*model.blocks, *model.forks.values()]:
+    for part in [*(model.blocks if blocks else ()), *model.forks.values()]:
         part.compile(dynamic=False)
+    model.settle = torch.compile(model.settle, dynamic=False)  # type: ignore[method-assign]
     model.arrange = torch.compile(model.arrange, dynamic=False)  # type: ignore[method-assign]
     model.mean_nll = torch.compile(model.mean_nll, dynamic=False)  # type: ignore[method-assign]
 

@@ -30,7 +30,7 @@ KINDS = {
     r"aten::(index|where)",
     "copies and casts": r"^mem(cpy|set)|copyfunctor|direct_copy|copy_kernel|catarray|fillfunctor|"
     r"aten::(copy_|_to_copy|to|clone|contiguous|cat|stack|fill_|zero_)$",
-    "norms and elementwise": r"triton_|norm|elementwise|reduce_kernel|^_gelu|"
+    "norms and elementwise": r"triton_|norm|elementwise|reduce_kernel|^_gelu|^_column_sums$|"
     r"aten::(add|sub|mul|div|neg|exp|log|gelu|relu|sum|mean|sigmoid|tanh|pow|sqrt|rsqrt|clamp|masked_fill)",
 }
 OTHER, IDLE = "other", "idle"

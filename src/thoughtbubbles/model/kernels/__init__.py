@@ -1,7 +1,7 @@
 """GPU kernels, each beside a plain twin that says what it computes. Nothing here is needed to run a model.
 
-attention, turn, gelu, loss, fork, adamw    for a step of training
-decode                                      for a step of writing
+norm, attention, turn, gelu, sums, loss, fork, adamw    for a step of training
+decode                                                  for a step of writing
 """
 
 from collections.abc import Callable, Iterator

@@ -7,11 +7,12 @@ logits s, the weights w and dw = dout · (P v)ᵀ, the backward is
 
     ds = w · (dw − rowsum(dout · out)),  dq = c · ds k,  dk = c · dsᵀ q,  d(P v) = wᵀ dout,  dbias = column sum of ds.
 
-No kernel has atomics, since each number has one owner, so the bits are the same every time. `turn` (turn.py) rotates q
-and k, multiplies v by P and puts each head's rows side by side; `_query_gradient` walks along the keys of a block of
-queries, `_key_gradient` along the queries of a block of keys, with the column sums for nothing. Both turn their results
-back and write them where the projection wants them. The plain twins are `fused_attention` and `reference_attention` in
-model/attention.py, behind `rotate`.
+No kernel has atomics, since each number has one owner, so the bits are the same every time. `turn` (turn.py) adds the
+projections' bias, rotates q and k, multiplies v by P and puts each head's rows side by side; `_query_gradient` walks
+along the keys of a block of queries, `_key_gradient` along the queries of a block of keys, with the column sums for
+nothing. Both turn their results back and write them where the projection wants them; sums of these over the streams are
+the gradient of its bias. The plain twins are `fused_attention` and `reference_attention` in model/attention.py, behind
+`rotate`.
 """
 
 import math
@@ -25,6 +26,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from thoughtbubbles.model.kernels import on_its_device
+from thoughtbubbles.model.kernels.sums import column_sums
 from thoughtbubbles.model.kernels.turn import turn, turned_back
 
 LOG2E = tl.constexpr(1.4426950408889634)  # logits are kept in base 2: the GPU's exponential is
@@ -265,7 +267,7 @@ def _sizes(qkv: Tensor, n_head: int) -> tuple[int, int, int]:
 @torch.library.custom_op("thoughtbubbles::attend", mutates_args=())
 @on_its_device
 def _attend(
-    qkv: Tensor, cos: Tensor, sin: Tensor, key_bias: Tensor | None, value: Tensor | None, n_head: int
+    qkv: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, key_bias: Tensor | None, value: Tensor | None, n_head: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, streams, head = _sizes(qkv, n_head)
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
@@ -273,7 +275,7 @@ def _attend(
     out = qkv.new_empty(batch, streams, n_head * head)
     lse = qkv.new_empty(batch, n_head, streams, dtype=torch.float32)
     turn[(triton.cdiv(streams, TURN_STREAMS), batch)](
-        qkv, cos, sin, cos if value is None else value.contiguous(), turned, streams, n_head, turned[0].numel(),
+        qkv, bias, cos, sin, cos if value is None else value.contiguous(), turned, streams, n_head, turned[0].numel(),
         H=head, VALUE=value is not None, BS=TURN_STREAMS,
     )  # fmt: skip
     tile = _tile(FORWARD, head)
@@ -287,7 +289,7 @@ def _attend(
 
 
 @_attend.register_fake
-def _(qkv, cos, sin, key_bias, value, n_head):  # type: ignore[no-untyped-def]
+def _(qkv, bias, cos, sin, key_bias, value, n_head):  # type: ignore[no-untyped-def]
     batch, streams, head = _sizes(qkv, n_head)
     return (
         qkv.new_empty(batch, streams, n_head * head),
@@ -302,13 +304,12 @@ def _attend_backward(
     dout: Tensor, turned: Tensor, out: Tensor, lse: Tensor, cos: Tensor, sin: Tensor,
     key_bias: Tensor | None, value: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of qkv, of the key bias and of the value scores; the last two for each head."""
+    """Gradients of qkv, of its bias, and of key bias and value score together (whatever, for one that is not there)."""
     _, batch, n_head, streams, head = turned.shape
     dout, cos, sin = dout.contiguous(), cos.contiguous(), sin.contiguous()
     dqkv = turned.new_empty(batch, streams, 3 * n_head * head)
     delta = torch.empty_like(lse)
-    dbias = torch.empty_like(lse if key_bias is not None else lse[:0])
-    dvalue = torch.empty_like(lse if value is not None else lse[:0])
+    of_heads = lse.new_empty(2, batch, n_head, streams if key_bias is not None or value is not None else 0)
     bias = lse if key_bias is None else key_bias.contiguous()
     score = lse if value is None else value.contiguous()
     scale = 1 / math.sqrt(head)
@@ -322,11 +323,11 @@ def _attend_backward(
     q, k, v = _described(turned, (tile.queries, tile.keys, tile.keys))
     do = TensorDescriptor.from_tensor(dout.flatten(0, 1), [tile.queries, head])
     _key_gradient[(triton.cdiv(streams, tile.keys) * batch * n_head,)](
-        q, k, v, bias, score, do, lse, delta, cos, sin, dqkv, dbias, dvalue,
+        q, k, v, bias, score, do, lse, delta, cos, sin, dqkv, *of_heads,
         scale, scale * LOG2E.value, streams, n_head,
         H=head, BIAS=key_bias is not None, VALUE=value is not None, EVEN=streams % tile.queries == 0, **tile.launch(),
     )  # fmt: skip
-    return dqkv, dbias, dvalue
+    return dqkv, column_sums(dqkv.flatten(0, 1)), of_heads.sum(2)
 
 
 @_attend_backward.register_fake
@@ -334,25 +335,25 @@ def _(dout, turned, out, lse, cos, sin, key_bias, value):  # type: ignore[no-unt
     _, batch, n_head, streams, head = turned.shape
     return (
         turned.new_empty(batch, streams, 3 * n_head * head),
-        torch.empty_like(lse if key_bias is not None else lse[:0]),
-        torch.empty_like(lse if value is not None else lse[:0]),
+        lse.new_empty(3 * n_head * head),
+        lse.new_empty(2, batch, streams if key_bias is not None or value is not None else 0),
     )
 
 
 def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, cos, sin, key_bias, value, _ = inputs
+    _, bias, cos, sin, key_bias, value, _ = inputs
     out, turned, lse = output
+    ctx.set_materialize_grads(False)  # or torch fills zeros for what is kept here, as large as all projections
+    ctx.bias_dtype = bias.dtype
     ctx.save_for_backward(turned, out, lse, cos, sin, key_bias, value)
 
 
 def _backward(ctx, dout, *_):  # type: ignore[no-untyped-def]
     *_, key_bias, value = ctx.saved_tensors
-    dqkv, dbias, dvalue = _attend_backward(dout, *ctx.saved_tensors)
+    dqkv, dqkv_bias, (dbias, dvalue) = _attend_backward(dout, *ctx.saved_tensors)
     return (
-        dqkv, None, None,
-        None if key_bias is None else dbias.sum(1),
-        None if value is None else dvalue.sum(1),
-        None,
+        dqkv, dqkv_bias.to(ctx.bias_dtype), None, None,
+        None if key_bias is None else dbias, None if value is None else dvalue, None,
     )  # fmt: skip
 
 
@@ -361,6 +362,7 @@ _attend.register_autograd(_backward, setup_context=_keep)
 
 def attend(
     qkv: Float[Tensor, "B S E"],
+    bias: Float[Tensor, "E"],
     cos: Float[Tensor, "B 1 S half"],
     sin: Float[Tensor, "B 1 S half"],
     *,
@@ -369,4 +371,4 @@ def attend(
     n_head: int,
 ) -> Float[Tensor, "B S D"]:
     """Heads side by side, from projections as they come out of one product: [q | k | v], heads contiguous in each."""
-    return _attend(qkv, cos, sin, key_bias, value, n_head)[0]
+    return _attend(qkv, bias, cos, sin, key_bias, value, n_head)[0]

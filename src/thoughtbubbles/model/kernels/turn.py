@@ -15,10 +15,10 @@ def _halves(x, ROWS: tl.constexpr, H: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit
 def turn(  # type: ignore[no-untyped-def]
-    qkv, cos, sin, value, turned, S, N, part,
+    qkv, bias, cos, sin, value, turned, S, N, part,
     H: tl.constexpr, VALUE: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """(B, S, 3, N, H) → (3, B, N, S, H). `part` is the distance between q, k and v in what is written."""
+    """(B, S, 3, N, H) + bias (3, N, H) → (3, B, N, S, H). `part` is the distance between q, k and v in the latter."""
     b = tl.program_id(1)
     s = tl.program_id(0) * BS + tl.arange(0, BS)
     half: tl.constexpr = H // 2
@@ -34,9 +34,12 @@ def turn(  # type: ignore[no-untyped-def]
     for n in range(N):
         into = ((b * N + n).to(tl.int64) * S + s[:, None]) * H + i[None, :]
         for which in tl.static_range(3):
-            source = qkv + row + (which * N + n) * H + i[None, :]
+            channel = (which * N + n) * H + i
+            source = qkv + row + channel[None, :]
             left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
             right = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+            left += tl.load(bias + channel).to(tl.float32)[None, :]
+            right += tl.load(bias + half + channel).to(tl.float32)[None, :]
             if which < 2:
                 x = left * c - right * r
                 y = right * c + left * r

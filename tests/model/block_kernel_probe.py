@@ -5,6 +5,7 @@ should be), and facts that must be true. New memory is NaN, and tiles are small,
 test_gpu.py takes the comparisons from here too.
 """
 
+import itertools
 import json
 import math
 import sys
@@ -16,15 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thoughtbubbles.model import kernels
-from thoughtbubbles.model.attention import PATHS, Attenuation, reference_attention
-from thoughtbubbles.model.block import Block
-from thoughtbubbles.model.kernels import attention, gelu
+from thoughtbubbles.model.attention import PATHS, Attenuation, Update, reference_attention
+from thoughtbubbles.model.block import Block, write
+from thoughtbubbles.model.kernels import attention, gelu, norm, sums
 from thoughtbubbles.model.rope import Rotation, rotate, rotation
 
 Found = dict[str, float | bool]
 TILES = [(32, 16), (16, 32), (16, 16), (32, 32)]
-GELU_TILES = [(2, 16, 3), (4, 32, 2), (1, 64, 5)]
-WHOLE_ROWS = (1, 8192, 4)
+GELU_TILES = [(2, 4, 16, 3), (4, 1, 32, 2), (1, 2, 64, 5)]
+FORMS = ("shift", "score", "written", "read_later")  # of a write
+WHOLE_ROWS = (1, 2, 8192, 4)
 
 
 def accept_arrays_of_one(patch: Callable[..., None]) -> Callable[..., None]:
@@ -43,7 +45,8 @@ def set_tiles(turn: int) -> None:
         for size in tiles:
             tiles[size] = attention.Tile(*TILES[(turn + shift) % len(TILES)], 4, 1)
     attention.TURN_STREAMS = 8
-    gelu.ROWS, gelu.COLUMNS, gelu.DEEP = GELU_TILES[turn % len(GELU_TILES)]
+    gelu.ROWS, gelu.BACKWARD_ROWS, gelu.COLUMNS, gelu.DEEP = GELU_TILES[turn % len(GELU_TILES)]
+    sums.ROWS, sums.COLUMNS, sums.MULTIPROCESSORS = (4, 8, 16)[turn % 3], (16, 32)[turn % 2], (1, 2, 132)[turn % 3]
 
 
 def error(ours: Tensor, exact: Tensor) -> float:
@@ -65,9 +68,10 @@ class Heads:
         self.log_score = low + (high - low) * torch.rand(batch, streams, device=device)
         self.turn = rotation(torch.rand(batch, streams, device=device).cumsum(1), head)
         self.upstream = torch.randn(batch, streams, width, device=device).to(dtype)
+        self.bias = 0.5 * size * torch.randn(3 * width, device=device)
 
     def leaves(self, dtype: torch.dtype | None = None) -> list[Tensor]:
-        return [x.detach().to(dtype or x.dtype).requires_grad_() for x in (self.qkv, self.log_score)]
+        return [x.detach().to(dtype or x.dtype).requires_grad_() for x in (self.qkv, self.bias, self.log_score)]
 
     def by(self, log_score: Tensor) -> Attenuation:
         return Attenuation(
@@ -75,20 +79,20 @@ class Heads:
         )
 
     def through_kernels(self) -> dict[str, Tensor]:
-        qkv, log_score = self.leaves()
+        qkv, bias, log_score = self.leaves()
         by = self.by(log_score)
-        out = attention.attend(qkv, *self.turn, key_bias=by.key_bias, value=by.value, n_head=self.n_head)
-        return self._named(out, qkv, log_score, by)
+        out = attention.attend(qkv, bias, *self.turn, key_bias=by.key_bias, value=by.value, n_head=self.n_head)
+        return self._named(out, qkv, bias, log_score, by)
 
     def exact(self) -> dict[str, Tensor]:
-        qkv, log_score = self.leaves(torch.float64)
+        qkv, bias, log_score = self.leaves(torch.float64)
         by, turn = self.by(log_score), Rotation(*(table.double() for table in self.turn))
-        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
+        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in (qkv + bias).chunk(3, dim=-1))
         out, _ = reference_attention(rotate(q, turn), rotate(k, turn), v, by)
-        return self._named(out.transpose(1, 2).flatten(2), qkv, log_score, by)
+        return self._named(out.transpose(1, 2).flatten(2), qkv, bias, log_score, by)
 
-    def _named(self, out: Tensor, qkv: Tensor, log_score: Tensor, by: Attenuation) -> dict[str, Tensor]:
-        wanted = {"qkv": qkv}
+    def _named(self, out: Tensor, qkv: Tensor, bias: Tensor, log_score: Tensor, by: Attenuation) -> dict[str, Tensor]:
+        wanted = {"qkv": qkv, "bias": bias}
         if self.qk or self.value:
             wanted["log_score"] = log_score
         if self.qk:
@@ -137,7 +141,7 @@ def unused_slots() -> Found:
         heads.log_score[:, n_used:] = log_score
         heads.qkv[:, n_used:] = 3 * torch.randn_like(heads.qkv[:, n_used:])
         found = heads.through_kernels()
-        results.append({name: x[:, :n_used] for name, x in found.items()})
+        results.append({name: x if name == "bias" else x[:, :n_used] for name, x in found.items()})
     first = results[0]
     return {name: all(torch.equal(other[name], x) for other in results[1:]) for name, x in first.items()}
 
@@ -148,6 +152,7 @@ def poisoned_neighbour() -> Found:
     clean = heads.through_kernels()
     heads.qkv[1], heads.upstream[1], heads.log_score[1] = torch.nan, torch.nan, torch.nan
     found = heads.through_kernels()
+    del found["bias"]  # a sum over all rows
     return {name: torch.equal(x[0], clean[name][0]) for name, x in found.items()}
 
 
@@ -181,10 +186,17 @@ def operators() -> Found:
     heads = Heads(3, 16, n_head=1, batch=1)
     by = heads.by(heads.log_score)
     for key_bias, value in ((by.key_bias, by.value), (None, None)):
-        qkv, _ = heads.leaves()
-        torch.library.opcheck(torch.ops.thoughtbubbles.attend.default, (qkv, *heads.turn, key_bias, value, 1))
+        qkv, bias, _ = heads.leaves()
+        torch.library.opcheck(torch.ops.thoughtbubbles.attend.default, (qkv, bias, *heads.turn, key_bias, value, 1))
     x, bias = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     torch.library.opcheck(torch.ops.thoughtbubbles.gelu.default, (x, bias))
+    update, shift, weight = (torch.randn_like(t, requires_grad=True) for t in (x, bias, bias))
+    score = torch.rand(3, requires_grad=True)
+    for written in (True, False):
+        for given in ((update, shift, score), (update, None, None), (None, None, None)):
+            torch.library.opcheck(
+                torch.ops.thoughtbubbles.write_norm.default, (x, *given, weight, bias, 1e-5, torch.float32, written)
+            )
     return {"hold": True}
 
 
@@ -209,11 +221,12 @@ def module_results(module: Block, x: Tensor, turn: Rotation, by: Attenuation, pa
     """What a block adds to its input, and all gradients."""
     turn, by = Rotation(*(t.to(x.dtype) for t in turn)), Attenuation(*(t if t is None else t.to(x.dtype) for t in by))
     x = x.detach().requires_grad_()
-    added = module(x, turn, by, PATHS[path])[0] - x
+    pending = Update(x.detach().roll(1, 0).requires_grad_())
+    added = write(*module(x, pending, turn, by, PATHS[path])[:2], by) - x
     names, parameters = zip(*module.named_parameters(), strict=True)
     upstream = torch.arange(added.numel(), device=x.device, dtype=torch.float64).sin().view_as(added)
-    grads = torch.autograd.grad(added, (x, *parameters), upstream.to(added.dtype))
-    return {"added": added.detach(), **dict(zip(("x", *names), grads, strict=True))}
+    grads = torch.autograd.grad(added, (x, pending.value, *parameters), upstream.to(added.dtype))
+    return {"added": added.detach(), **dict(zip(("x", "pending", *names), grads, strict=True))}
 
 
 def on_a_grid(*shape: int, device: str = "cpu") -> Tensor:
@@ -239,11 +252,82 @@ def gelus(*shape: int) -> Found:
     return {"y, absolute": worst[0], "x, absolute": worst[1], "bias": error(ours[2], exact[2])}
 
 
+class Writes:
+    """Random streams and an update, and the way through the kernel and through torch's norm."""
+
+    def __init__(
+        self, rows: int, channels: int, *, update: bool = True, shift: bool = True, score: bool = True,
+        written: bool = True, read_later: bool = True, mean: float = 0.5, dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ):  # fmt: skip
+        self.written, self.read_later, self.dtype = written, read_later, dtype
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device)
+
+        self.given = {"x": random(2, rows, channels) + mean, "weight": random(channels), "bias": random(channels)}
+        if update:
+            self.given["update"] = random(2, rows, channels).to(dtype)
+        if update and shift:
+            self.given["shift"] = random(channels)
+        if update and score:
+            self.given["score"] = torch.rand(2, rows, device=device)
+        self.upstream = random(2, rows, channels).to(dtype), random(2, rows, channels)
+
+    def through_kernel(self) -> dict[str, Tensor]:
+        leaves = {name: x.detach().requires_grad_() for name, x in self.given.items()}
+        return self._named(leaves, *norm.write_norm(
+            leaves["x"], leaves.get("update"), shift=leaves.get("shift"), score=leaves.get("score"),
+            weight=leaves["weight"], bias=leaves["bias"], eps=1e-5, dtype=self.dtype, keep_written=self.written,
+        ))  # fmt: skip
+
+    def exact(self) -> dict[str, Tensor]:
+        leaves = {name: x.detach().double().requires_grad_() for name, x in self.given.items()}
+        x = leaves["x"]
+        if "update" in leaves:
+            update = leaves["update"] + leaves.get("shift", 0.0)
+            x = x + (update * leaves["score"][..., None] if "score" in leaves else update)
+        return self._named(leaves, x, F.layer_norm(x, x.shape[-1:], leaves["weight"], leaves["bias"], 1e-5))
+
+    def _named(self, leaves: dict[str, Tensor], x: Tensor, h: Tensor) -> dict[str, Tensor]:
+        results = [h, x] if self.read_later and "update" in self.given else [h]
+        upstream = [g.to(result.dtype) for g, result in zip(self.upstream, results, strict=False)]
+        grads = torch.autograd.grad(results, list(leaves.values()), upstream)
+        named = {f"gradient of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+        return {"x'": x.detach(), "h": h.detach(), **named}
+
+    def errors(self, ours: dict[str, Tensor] | None = None) -> Found:
+        ours, exact = ours or self.through_kernel(), self.exact()
+        return {name: error(ours[name], exact[name]) for name in exact}
+
+
+def writes_keep() -> Found:
+    """An update is kept only where the backward needs it; the same bits twice."""
+    kept: dict[bool, list[int]] = {}
+    for scored in (True, False):
+        writes, sizes = Writes(9, 24, score=scored), []
+
+        def count(x: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(x.numel())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            first = writes.through_kernel()
+        second = writes.through_kernel()
+        kept[scored] = sizes
+    whole = 2 * 9 * 24
+    return {
+        "with scores x' and the update": kept[True].count(whole) == 2,
+        "without scores x' alone": kept[False].count(whole) == 1,
+        "same bits twice": all(torch.equal(a, b) for a, b in zip(first.values(), second.values(), strict=True)),
+    }
+
+
 def gelu_everywhere() -> Found:
     """Over [−12, 12], without a bias; the slope too."""
     x = torch.linspace(-12, 12, 6001).expand(2, -1)
     given = (x, torch.zeros(6001), torch.ones_like(x))
-    gelu.ROWS, gelu.COLUMNS, gelu.DEEP = WHOLE_ROWS
+    gelu.ROWS, gelu.BACKWARD_ROWS, gelu.COLUMNS, gelu.DEEP = WHOLE_ROWS
     ours = gelu_results(*given, gelu.gelu)
     exact = gelu_results(*(x.double() for x in given), plain_gelu)
     return {
@@ -265,6 +349,8 @@ def quick() -> dict[str, Callable[[], Found]]:
         "block": lambda: block(16),
         "gelu": lambda: gelus(5, 7, 21),
         "gelu everywhere": gelu_everywhere,
+        "write and norm": lambda: Writes(9, 24, written=False).errors(),
+        "norm alone": lambda: Writes(9, 24, update=False).errors(),
     }
 
 
@@ -283,6 +369,13 @@ def full() -> dict[str, Callable[[], Found]]:
         "what is kept": what_is_kept,
         "operators": operators,
         "block, heads of 32": lambda: block(32),
+        **{
+            f"write {form}": lambda form=form: Writes(5, 40, **dict(zip(FORMS, form, strict=True))).errors()
+            for form in itertools.product((True, False), repeat=len(FORMS))
+        },
+        **{f"write {shape}": lambda shape=shape: Writes(*shape).errors() for shape in ((1, 2), (1, 8), (70, 100))},
+        "write, far from zero": lambda: Writes(3, 64, mean=50.0).errors(),
+        "what writes keep": writes_keep,
         **{f"gelu {shape}": lambda shape=shape: gelus(*shape) for shape in ((1, 8), (37, 100), (300, 33), (3, 5, 129))},
     }
 

@@ -1,0 +1,42 @@
+"""Sums over the streams, for the gradient of a bias: one pass, and a short one over what the programs have found.
+
+The plain twin is `x.sum(0, dtype=float32)`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+ROWS, COLUMNS = 32, 128  # of a program's tile
+MULTIPROCESSORS = 132  # of an H200
+
+
+@triton.jit
+def _column_sums(x, sums, R, C, rows, BR: tl.constexpr, BC: tl.constexpr):  # type: ignore[no-untyped-def]
+    column = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
+    total = tl.zeros((BR, BC), tl.float32)
+    for i in range(0, rows, BR):
+        row = tl.program_id(0).to(tl.int64) * rows + i + tl.arange(0, BR)[:, None]
+        total += tl.load(x + row * C + column, mask=(row < R) & (column < C), other=0.0).to(tl.float32)
+    to = tl.program_id(1) * BC + tl.arange(0, BC)
+    tl.store(sums + tl.program_id(0).to(tl.int64) * C + to, tl.sum(total, 0), mask=to < C)
+
+
+def programs_for(x: Tensor, work: int, *, each: int) -> int:
+    """`each` for every multiprocessor of the tensor's GPU, but no more than there is work."""
+    count = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else MULTIPROCESSORS
+    return max(1, min(work, each * count))
+
+
+def column_sums(x: Float[Tensor, "R C"]) -> Float[Tensor, "C"]:
+    """In float32. `x` is contiguous."""
+    rows, columns = x.shape
+    blocks = triton.cdiv(columns, COLUMNS)
+    programs = triton.cdiv(programs_for(x, triton.cdiv(rows, ROWS) * blocks, each=8), blocks)
+    each = triton.cdiv(triton.cdiv(rows, programs), ROWS) * ROWS
+    programs = triton.cdiv(rows, each)
+    sums = torch.empty(programs, columns, device=x.device)
+    _column_sums[(programs, blocks)](x, sums, rows, columns, each, BR=ROWS, BC=COLUMNS)
+    return sums.sum(0)
