@@ -52,7 +52,8 @@ def test_steps_of_fixed_width_are_the_same_steps(forks):
 def probe(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
     """In a process of its own, without the run-time checks of shapes, which the compiler cannot follow."""
     command = [sys.executable, str(TESTS / "generate" / script), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", **environment}
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)

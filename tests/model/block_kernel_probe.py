@@ -47,6 +47,7 @@ def set_tiles(turn: int) -> None:
     attention.TURN_STREAMS = 8
     gelu.ROWS, gelu.BACKWARD_ROWS, gelu.COLUMNS, gelu.DEEP = GELU_TILES[turn % len(GELU_TILES)]
     sums.ROWS, sums.COLUMNS, sums.MULTIPROCESSORS = (4, 8, 16)[turn % 3], (16, 32)[turn % 2], (1, 2, 132)[turn % 3]
+    sums.LAST_ROWS, sums.FEW = (4, 32, 8)[turn % 3], (8, 64)[turn % 2]
 
 
 def error(ours: Tensor, exact: Tensor) -> float:
@@ -190,12 +191,17 @@ def operators() -> Found:
         torch.library.opcheck(torch.ops.thoughtbubbles.attend.default, (qkv, bias, *heads.turn, key_bias, value, 1))
     x, bias = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     torch.library.opcheck(torch.ops.thoughtbubbles.gelu.default, (x, bias))
-    update, shift, weight = (torch.randn_like(t, requires_grad=True) for t in (x, bias, bias))
-    score = torch.rand(3, requires_grad=True)
-    for written in (True, False):
-        for given in ((update, shift, score), (update, None, None), (None, None, None)):
+    x, bias = x.detach(), bias.detach()
+    update, shift, weight, score = torch.randn_like(x), torch.randn_like(bias), torch.randn_like(bias), torch.rand(3)
+    form, write = (1e-5, torch.float32), torch.ops.thoughtbubbles.write_norm
+    for given in ((update, shift, score), (update, None, None), (None, None, None)):
+        torch.library.opcheck(write.default, (x, *given, weight, bias, *form))
+        _, h, mean, rstd = write(x, *given, weight, bias, *form)
+        for later in (x, None):
+            dtype = None if given[0] is None else torch.float32
             torch.library.opcheck(
-                torch.ops.thoughtbubbles.write_norm.default, (x, *given, weight, bias, 1e-5, torch.float32, written)
+                torch.ops.thoughtbubbles.write_norm_backward.default,
+                (h, later, x, *given, weight, mean, rstd, dtype is None, dtype),
             )
     return {"hold": True}
 
@@ -290,7 +296,7 @@ class Writes:
         return self._named(leaves, x, F.layer_norm(x, x.shape[-1:], leaves["weight"], leaves["bias"], 1e-5))
 
     def _named(self, leaves: dict[str, Tensor], x: Tensor, h: Tensor) -> dict[str, Tensor]:
-        results = [h, x] if self.read_later and "update" in self.given else [h]
+        results = [h, x] if self.read_later else [h]
         upstream = [g.to(result.dtype) for g, result in zip(self.upstream, results, strict=False)]
         grads = torch.autograd.grad(results, list(leaves.values()), upstream)
         named = {f"gradient of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
@@ -323,6 +329,64 @@ def writes_keep() -> Found:
     }
 
 
+def column_sums(rows: int, columns: int) -> Found:
+    x = torch.randn(rows, columns).bfloat16()
+    return {"sums": error(sums.column_sums(x), x.double().sum(0))}
+
+
+class Recorded:
+    """A kernel that notes the forms it is launched in: dtypes and compile-time constants."""
+
+    def __init__(self, kernel: Any, forms: set[Any]):
+        self.kernel, self.forms = kernel, forms
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **constants: Any) -> Any:
+            dtypes = tuple(str(getattr(arg, "dtype", type(arg).__name__)) for arg in args)
+            self.forms.add((self.kernel.fn.__name__, dtypes, tuple(sorted(constants.items()))))
+            return self.kernel[grid](*args, **constants)
+
+        return launch
+
+
+def compiled_ahead() -> Found:
+    """What is compiled in the background when a run starts is what a step of it launches."""
+    from thoughtbubbles.model.config import ModelConfig
+    from thoughtbubbles.model.transformer import Thoughtbubbles
+    from thoughtbubbles.train.ahead import run_two_blocks
+
+    names = {
+        norm: ("_write_norm", "_write_norm_backward"),
+        attention: ("turn", "_attend_forward", "_query_gradient", "_key_gradient"),
+        gelu: ("_gelu", "_gelu_backward"),
+        sums: ("_column_sums",),
+    }
+    config = ModelConfig(
+        n_layer=6, n_head=2, width=32, vocab_size=64, block_size=16, fork_layers=(2, 4), merge="residual"
+    )
+    model, ids = Thoughtbubbles(config), torch.randint(64, (2, 16))
+    forms: dict[str, set[Any]] = {"ahead": set(), "a step": set()}
+    before = {(module, name): getattr(module, name) for module, every in names.items() for name in every}
+    serve, kernels.serve = kernels.serve, lambda x, dtype=None: dtype is not None  # blocks only
+    try:
+        for when, noted in forms.items():
+            for (module, name), kernel in before.items():
+                setattr(module, name, Recorded(kernel, noted))
+            if when == "ahead":
+                run_two_blocks(config, torch.device("cpu"), torch.float32)
+            else:
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(ids, targets=ids).loss
+                loss.backward()
+    finally:
+        kernels.serve = serve
+        for (module, name), kernel in before.items():
+            setattr(module, name, kernel)
+    missing = forms["a step"] - forms["ahead"]
+    print(*sorted(map(str, missing)), sep="\n", file=sys.stderr)
+    return {"a step launches them": len(forms["a step"]) > len(before), "no form is missing": not missing}
+
+
 def gelu_everywhere() -> Found:
     """Over [−12, 12], without a bias; the slope too."""
     x = torch.linspace(-12, 12, 6001).expand(2, -1)
@@ -349,6 +413,7 @@ def quick() -> dict[str, Callable[[], Found]]:
         "block": lambda: block(16),
         "gelu": lambda: gelus(5, 7, 21),
         "gelu everywhere": gelu_everywhere,
+        "sums": lambda: column_sums(37, 21),
         "write and norm": lambda: Writes(9, 24, written=False).errors(),
         "norm alone": lambda: Writes(9, 24, update=False).errors(),
     }
@@ -375,7 +440,9 @@ def full() -> dict[str, Callable[[], Found]]:
         },
         **{f"write {shape}": lambda shape=shape: Writes(*shape).errors() for shape in ((1, 2), (1, 8), (70, 100))},
         "write, far from zero": lambda: Writes(3, 64, mean=50.0).errors(),
+        **{f"sums {shape}": lambda shape=shape: column_sums(*shape) for shape in ((1, 1), (5, 40), (700, 33))},
         "what writes keep": writes_keep,
+        "compiled ahead": compiled_ahead,
         **{f"gelu {shape}": lambda shape=shape: gelus(*shape) for shape in ((1, 8), (37, 100), (300, 33), (3, 5, 129))},
     }
 

@@ -146,6 +146,16 @@ def test_our_gelu_in_bfloat16(shape):
     assert (ours[2].double() - exact[2]).norm() < SAME_FUNCTION_FLOAT32 * exact[2].norm()
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (100, 7), (2048, 2304), (65536, 2304), (8191, 6144), (3_000_000, 3)])
+def test_our_column_sums(shape):
+    from thoughtbubbles.model.kernels.sums import column_sums
+
+    x = torch.randn(shape, device="cuda").bfloat16()
+    found, exact = column_sums(x), x.double().sum(0)
+    assert torch.equal(found, column_sums(x))
+    assert (found.double() - exact).norm() < SAME_FUNCTION_FLOAT32 * x.double().norm()
+
+
 @pytest.mark.parametrize("form", [{}, {"score": False}, {"written": False}, {"update": False}, {"shift": False}])
 @pytest.mark.parametrize(("rows", "channels"), [(1, 8), (7, 100), (333, 768), (3000, 2048), (1000, 5000)])
 def test_our_write_and_norm_in_bfloat16(rows, channels, form):

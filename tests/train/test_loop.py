@@ -228,6 +228,7 @@ def test_tiny_is_a_size_with_room_for_bytes():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks there in passing
 @pytest.mark.parametrize("form", ["tiny", "tiny-paper", "tiny-plain"])
 def test_launching_a_step_does_not_wait_for_the_device(form, tmp_path):
     """The host queues steps, whether logged or not, and the next batches, without a look at anything on the device."""

@@ -79,4 +79,4 @@ def write(x: Float[Tensor, "B S D"], update: Update | None, by: Attenuation) -> 
     if update is None:
         return x
     value = update.value if update.shift is None else update.value + update.shift
-    return x + (value if by.write is None else (value * by.write[..., None]).to(x.dtype))
+    return x + (value if by.write is None else value * by.write[..., None]).to(x.dtype)

@@ -1,7 +1,8 @@
 """How fast a training step is: forward and backward, and the full step with clipping and AdamW, for cases by name.
 
 Everything a real step does is inside the time: float32 master weights and gradients, the cast of the weights to
-bfloat16, a float32 residual unless another is asked for. Before anything is timed, results are checked (see `bench_check`).
+bfloat16, a float32 residual unless another is asked for. Before anything is timed, results are checked
+(`bench_check`).
 
 FLOPs are those of `model/cost.py`: work that the architecture asks for, so that recomputation and padding are no merit.
 They are set against the rate of one large matrix product, measured in the same process.

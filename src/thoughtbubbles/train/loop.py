@@ -28,6 +28,7 @@ from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.fork import ForkRecord
+from thoughtbubbles.train.ahead import compile_ahead
 from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.data import RunData, StepInputs
 from thoughtbubbles.train.forks import fork_statistics
@@ -88,11 +89,14 @@ class Trainer:
         if found is not None:
             state = same_run(found, config, precision=self.precision, fingerprints=self.data.fingerprints)
 
+        wait_for_kernels = compile_ahead(config, world)
         self.model = build_model(config if found is None else replace(config, init_from=None), self.log.say)
         self.model.to(world.device, torch.float64 if self.precision == "float64" else torch.float32)
         parallelize(self.model, world, config.compute)
         self.products = Products(self.model, self.precision, device=world.device.type, is_sharded=world.is_distributed)
-        self.passes = Passes(self.model, self.products, graph=uses_graph(config.compute, world))
+        self.passes = Passes(
+            self.model, self.products, graph=uses_graph(config.compute, world), before_graph=wait_for_kernels
+        )
         self.optimizer = Optimizer(self.model, config.optim)
         self.checkpoints = Checkpoints(
             self.folder,

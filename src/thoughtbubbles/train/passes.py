@@ -9,6 +9,7 @@ The first micro-batch of a step makes the gradients and the others add to them, 
 when the passes have run once without it, which compiles whatever is compiled.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -61,8 +62,11 @@ class _Replay(NamedTuple):
 
 
 class Passes:
-    def __init__(self, model: Thoughtbubbles, products: Products, *, graph: bool):
-        self.model, self.products, self.graph = model, products, graph
+    def __init__(
+        self, model: Thoughtbubbles, products: Products, *, graph: bool, before_graph: Callable[[], None] = lambda: None
+    ):
+        """`before_graph` waits for whatever else uses the GPU: while a graph is made, nobody may."""
+        self.model, self.products, self.graph, self._before_graph = model, products, graph, before_graph
         self._replays: dict[bool, _Replay] = {}
         self._has_run: set[bool] = set()
 
@@ -106,6 +110,7 @@ class Passes:
         return replay.result
 
     def _capture(self, micro: Micro, *, is_first: bool) -> _Replay:
+        self._before_graph()
         inputs = Micro(*(tensor.clone() for tensor in micro))
         graph = torch.cuda.CUDAGraph()
         pool = next((other.graph.pool() for other in self._replays.values()), None)

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from thoughtbubbles.model.kernels import on_its_device
+from thoughtbubbles.model.kernels.sums import column_sums
 
 ROWS, BACKWARD_ROWS, COLUMNS = 4, 2, 1024  # of a program's tile
 DEEP = 32  # tiles below one another that a program of the backward adds up
@@ -87,7 +88,7 @@ def _backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     _gelu_backward[(blocks, triton.cdiv(columns, COLUMNS))](
         x, bias, dy, dx, sums, rows, columns, BR=BACKWARD_ROWS, BC=COLUMNS, DEEP=DEEP
     )
-    return dx, sums.sum(0)
+    return dx, column_sums(sums)
 
 
 @_backward.register_fake

@@ -11,14 +11,17 @@ and sums over the streams for weight, bias and shift, which a program keeps for 
 end: no atomics. The plain twin is what `Norm` in model/block.py does without this.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from thoughtbubbles.model.kernels import on_its_device
-from thoughtbubbles.model.kernels.sums import programs_for
+from thoughtbubbles.model.kernels.sums import column_sums, programs_for
 
 # Measured on an H200 (docs/guides/speed.md).
 FORWARD_WARPS = {1024: 2, 2048: 8}  # by channels, rounded up
@@ -55,7 +58,7 @@ def _write_norm(  # type: ignore[no-untyped-def]
     tl.store(rstd + row, r)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def _write_norm_backward(  # type: ignore[no-untyped-def]
     dh, dx_after, x, update, shift, score, weight, mean, rstd, dx, dupdate, dscore, sums, R, programs,
     D: tl.constexpr, BD: tl.constexpr, UPDATE: tl.constexpr, SHIFT: tl.constexpr, SCORE: tl.constexpr,
@@ -124,8 +127,8 @@ def _forward(
     bias: Tensor,
     eps: float,
     dtype: torch.dtype,
-    keep_written: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x' (empty if nothing is written), h, and what the backward needs of the norm."""
     x = x.contiguous()
     channels = x.shape[-1]
     rows, width = x.numel() // channels, triton.next_power_of_2(channels)
@@ -142,7 +145,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(x, update, shift, score, weight, bias, eps, dtype, keep_written):  # type: ignore[no-untyped-def]
+def _(x, update, shift, score, weight, bias, eps, dtype):  # type: ignore[no-untyped-def]
     x_after = x.new_empty(0) if update is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     h = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     rows = x.numel() // x.shape[-1]
@@ -182,7 +185,12 @@ def _backward(
         D=channels, BD=width, UPDATE=update_dtype is not None, SHIFT=shift is not None, SCORE=score is not None,
         WRITTEN=is_written, LATER=dx_after is not None, num_warps=warps,
     )  # fmt: skip
-    return dx, dupdate, dscore.view(x.shape[:-1] if score is not None else -1), sums.sum(0)
+    return (
+        dx,
+        dupdate,
+        dscore.view(x.shape[:-1] if score is not None else -1),
+        column_sums(sums.flatten(1)).view(3, channels),
+    )
 
 
 @_backward.register_fake
@@ -198,37 +206,42 @@ def _(dh, dx_after, x, update, shift, score, weight, mean, rstd, is_written, upd
     )
 
 
-def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, update, shift, score, weight, bias, _, ctx.dtype, keep_written = inputs
-    x_after, _, mean, rstd = output
-    ctx.set_materialize_grads(False)
-    ctx.is_written = keep_written or update is None
-    ctx.update_dtype = None if update is None else update.dtype
-    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (weight, bias, shift)]
-    needs_update = score is not None or not ctx.is_written
-    kept = x_after if ctx.is_written and update is not None else x
-    ctx.save_for_backward(kept, update if needs_update else None, shift, score, weight, mean, rstd)
+class _WriteNorm(torch.autograd.Function):
+    """Not the operator's own gradient: an operator may not return its input, and the norm of streams into which nothing
+    is written passes them on. So their gradients meet here, where adding them costs nothing."""
 
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, update: Tensor | None, shift: Tensor | None, score: Tensor | None, weight: Tensor,
+        bias: Tensor, eps: float, dtype: torch.dtype, keep_written: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        x_after, h, mean, rstd = _forward(x, update, shift, score, weight, bias, eps, dtype)
+        written = x if update is None else x_after
+        ctx.is_written = keep_written or update is None
+        ctx.dtype, ctx.update_dtype = dtype, None if update is None else update.dtype
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (weight, bias, shift)]
+        needs_update = score is not None or not ctx.is_written
+        kept_update = update if needs_update else None
+        ctx.save_for_backward(written if ctx.is_written else x, kept_update, shift, score, weight, mean, rstd)
+        ctx.set_materialize_grads(False)
+        return written, h
 
-def _gradients(ctx, dx_after, dh, *_):  # type: ignore[no-untyped-def]
-    x, update, shift, score, weight, mean, rstd = ctx.saved_tensors
-    if ctx.update_dtype is None:  # nothing was written: x' is no result
-        dx_after = None
-    if dh is None:
-        dh = torch.zeros_like(x, dtype=ctx.dtype)
-    dx, dupdate, dscore, sums = _backward(
-        dh, dx_after, x, update, shift, score, weight, mean, rstd, ctx.is_written, ctx.update_dtype
-    )
-    dweight, dbias, dshift = (
-        None if dtype is None else part.to(dtype) for dtype, part in zip(ctx.dtypes, sums, strict=True)
-    )
-    return (
-        dx, None if ctx.update_dtype is None else dupdate, dshift, None if score is None else dscore, dweight, dbias,
-        None, None, None,
-    )  # fmt: skip
-
-
-_forward.register_autograd(_gradients, setup_context=_keep)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_after: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, update, shift, score, weight, mean, rstd = ctx.saved_tensors
+        if dh is None:
+            dh = torch.zeros_like(x, dtype=ctx.dtype)
+        dx, dupdate, dscore, sums = _backward(
+            dh, dx_after, x, update, shift, score, weight, mean, rstd, ctx.is_written, ctx.update_dtype
+        )
+        dweight, dbias, dshift = (
+            None if dtype is None else part.to(dtype) for dtype, part in zip(ctx.dtypes, sums, strict=True)
+        )
+        return (
+            dx, None if ctx.update_dtype is None else dupdate, dshift, None if score is None else dscore,
+            dweight, dbias, None, None, None,
+        )  # fmt: skip
 
 
 def write_norm(
@@ -246,5 +259,4 @@ def write_norm(
     """x' and its norm in `dtype`. The backward keeps x', or x in its place (where that is kept for another anyway)."""
     if update is None:
         shift = score = None
-    x_after, h, *_ = _forward(x, update, shift, score, weight, bias, eps, dtype, keep_written)
-    return x if update is None else x_after, h
+    return _WriteNorm.apply(x, update, shift, score, weight, bias, eps, dtype, keep_written)

@@ -1,4 +1,4 @@
-"""Sums over the streams, for the gradient of a bias: one pass, and a short one over what the programs have found.
+"""Sums over the streams, for gradients of biases and of norms: a pass over all rows, then a short one over its results.
 
 The plain twin is `x.sum(0, dtype=float32)`.
 """
@@ -9,12 +9,15 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-ROWS, COLUMNS = 32, 128  # of a program's tile
+ROWS, COLUMNS = 32, 128  # of a program's tile in a pass over many rows
+LAST_ROWS, LAST_COLUMNS = 128, 16  # and in the last one, in which a program has its columns to itself
+FEW = 2048  # rows that the last pass takes
 MULTIPROCESSORS = 132  # of an H200
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _column_sums(x, sums, R, C, rows, BR: tl.constexpr, BC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of `rows` rows in each program: a multiple of its tile's."""
     column = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     total = tl.zeros((BR, BC), tl.float32)
     for i in range(0, rows, BR):
@@ -33,10 +36,19 @@ def programs_for(x: Tensor, work: int, *, each: int) -> int:
 def column_sums(x: Float[Tensor, "R C"]) -> Float[Tensor, "C"]:
     """In float32. `x` is contiguous."""
     rows, columns = x.shape
-    blocks = triton.cdiv(columns, COLUMNS)
-    programs = triton.cdiv(programs_for(x, triton.cdiv(rows, ROWS) * blocks, each=8), blocks)
-    each = triton.cdiv(triton.cdiv(rows, programs), ROWS) * ROWS
+    if rows > FEW:
+        blocks = triton.cdiv(columns, COLUMNS)
+        programs = triton.cdiv(programs_for(x, triton.cdiv(rows, ROWS) * blocks, each=8), blocks)
+        return column_sums(_summed(x, triton.cdiv(rows, programs), ROWS, COLUMNS))
+    return _summed(x, rows, LAST_ROWS, LAST_COLUMNS)[0]
+
+
+def _summed(x: Float[Tensor, "R C"], each: int, tile_rows: int, tile_columns: int) -> Float[Tensor, "n C"]:
+    """Of `each` rows, rounded up to whole tiles."""
+    rows, columns = x.shape
+    each = triton.cdiv(each, tile_rows) * tile_rows
     programs = triton.cdiv(rows, each)
     sums = torch.empty(programs, columns, device=x.device)
-    _column_sums[(programs, blocks)](x, sums, rows, columns, each, BR=ROWS, BC=COLUMNS)
-    return sums.sum(0)
+    grid = (programs, triton.cdiv(columns, tile_columns))
+    _column_sums[grid](x, sums, rows, columns, each, BR=tile_rows, BC=tile_columns)
+    return sums

@@ -1,0 +1,59 @@
+"""Compiles the kernels of a model's blocks in the background, while the rest of a run starts.
+
+Triton compiles a kernel when it is first launched, half of that time in a process of its own; torch.compile keeps the
+main thread busy meanwhile. Here two blocks run forward and backward on a single row, once without scores and once with
+them, for nothing but the kernels they need. Whoever is first compiles, and the other finds it done.
+"""
+
+from collections.abc import Callable
+from threading import Thread
+
+import torch
+
+from thoughtbubbles.model import kernels
+from thoughtbubbles.model.attention import PATHS, Attenuation, attenuation
+from thoughtbubbles.model.block import Block, write
+from thoughtbubbles.model.budget import Budget
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.initial import Undrawn
+from thoughtbubbles.model.rope import rotation
+from thoughtbubbles.train.config import RunConfig
+from thoughtbubbles.train.parallel import World, find_precision
+
+
+def compile_ahead(config: RunConfig, world: World) -> Callable[[], None]:
+    """Begins, where our kernels serve a run on one GPU; what it returns waits for the end."""
+    device = world.device
+    has_kernels = kernels.HAS_TRITON and find_precision(config.compute, device.type) == "bf16"
+    if device.type != "cuda" or world.is_distributed or not has_kernels:  # sharded weights have another dtype
+        return lambda: None
+    residual = torch.bfloat16 if config.compute.residual == "bf16" else torch.float32
+
+    def work() -> None:
+        try:
+            with torch.cuda.device(device):
+                run_two_blocks(config.model, device, residual)
+        except Exception:  # no harm is done: the run itself compiles, and says what is wrong if something is
+            pass
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    return thread.join
+
+
+def run_two_blocks(config: ModelConfig, device: torch.device, residual: torch.dtype) -> None:
+    """On rows of as many streams as a run's have: some kernels know whether their tiles fit."""
+    lengths = {False: config.copies * config.block_size}
+    if config.fork_layers:
+        lengths[True] = Budget.of(config.budget).largest_floor(config.block_size)
+    with Undrawn(), device:
+        block = Block(config.width, config.n_head)
+    for has_scores, n_streams in lengths.items():
+        x = torch.zeros(1, n_streams, config.width, device=device, dtype=residual, requires_grad=True)
+        log_score = torch.zeros(1, n_streams, device=device, requires_grad=True)
+        by = attenuation(log_score, config) if has_scores else Attenuation()
+        turn = rotation(torch.zeros_like(log_score), config.head_size)
+        with torch.autocast(device.type, torch.bfloat16):
+            y, pending, _ = block(x, None, turn, by, PATHS["fused"])
+            y, pending, _ = block(y, pending, turn, by, PATHS["fused"])
+        torch.autograd.grad(write(y, pending, by).sum(), (x, *block.parameters()))
