@@ -305,6 +305,8 @@ def _keep_gradients(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _scale_gradients(ctx, upstream, *_):  # type: ignore[no-untyped-def]
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("mean_loss has no second derivative: its gradients are made ahead, as constants")
+    if upstream is None:
+        return (None,) * 9
     one_share, *grads = ctx.saved_tensors
     factor = upstream * one_share
     return *((grad * factor).to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), *(None,) * 6
