@@ -61,9 +61,9 @@ class Heads:
     def __init__(
         self, streams: int, head: int, *, qk: bool = True, value: bool = True, n_head: int = 2, batch: int = 2,
         low: float = -6.0, high: float = 0.0, size: float = 1.0, dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
+        device: str = "cpu", is_bounded: bool = True,
     ):  # fmt: skip
-        self.head, self.n_head, self.qk, self.value = head, n_head, qk, value
+        self.head, self.n_head, self.qk, self.value, self.is_bounded = head, n_head, qk, value, is_bounded
         width = n_head * head
         self.qkv = (size * torch.randn(batch, streams, 3 * width, device=device)).to(dtype)
         self.log_score = low + (high - low) * torch.rand(batch, streams, device=device)
@@ -82,7 +82,10 @@ class Heads:
     def through_kernels(self) -> dict[str, Tensor]:
         qkv, bias, log_score = self.leaves()
         by = self.by(log_score)
-        out = attention.attend(qkv, bias, *self.turn, key_bias=by.key_bias, value=by.value, n_head=self.n_head)
+        least = 0.0 if self.is_bounded else -math.inf
+        out = attention.attend(
+            qkv, bias, *self.turn, key_bias=by.key_bias, value=by.value, n_head=self.n_head, least_bias=least
+        )
         return self._named(out, qkv, bias, log_score, by)
 
     def exact(self) -> dict[str, Tensor]:
@@ -188,7 +191,9 @@ def operators() -> Found:
     by = heads.by(heads.log_score)
     for key_bias, value in ((by.key_bias, by.value), (None, None)):
         qkv, bias, _ = heads.leaves()
-        torch.library.opcheck(torch.ops.thoughtbubbles.attend.default, (qkv, bias, *heads.turn, key_bias, value, 1))
+        torch.library.opcheck(
+            torch.ops.thoughtbubbles.attend.default, (qkv, bias, *heads.turn, key_bias, value, 1, True)
+        )
     x, bias = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     torch.library.opcheck(torch.ops.thoughtbubbles.gelu.default, (x, bias))
     x, bias = x.detach(), bias.detach()
@@ -225,7 +230,7 @@ def block(head: int) -> Found:
 
 def module_results(module: Block, x: Tensor, turn: Rotation, by: Attenuation, path: str) -> dict[str, Tensor]:
     """What a block adds to its input, and all gradients."""
-    turn, by = Rotation(*(t.to(x.dtype) for t in turn)), Attenuation(*(t if t is None else t.to(x.dtype) for t in by))
+    turn, by = Rotation(*(t.to(x.dtype) for t in turn)), Attenuation(*(t.to(x.dtype) for t in by[:3]))
     x = x.detach().requires_grad_()
     pending = Update(x.detach().roll(1, 0).requires_grad_())
     added = write(*module(x, pending, turn, by, PATHS[path])[:2], by) - x
@@ -405,6 +410,7 @@ def quick() -> dict[str, Callable[[], Found]]:
         "alone": lambda: Heads(1, 16, qk=False).errors(),
         "a full tile": lambda: Heads(32, 16, value=False).errors(),
         "several tiles": lambda: Heads(70, 16).errors(),
+        "not bounded": lambda: Heads(40, 16, is_bounded=False).errors(),
         "all low": lambda: Heads(33, 16, low=-60.0, high=-55.0).errors(),
         "vanished": vanished,
         "strong": strong,
@@ -428,6 +434,7 @@ def full() -> dict[str, Callable[[], Found]]:
         **quick(),
         **{str(size): lambda size=size: Heads(*size[:2], qk=size[2], value=size[3]).errors() for size in sizes},
         **{f"low, {s} streams": lambda s=s: Heads(s, 32, low=-60.0).errors() for s in (16, 70)},
+        "very low, not bounded": lambda: Heads(70, 16, low=-900.0, high=-700.0, value=False, is_bounded=False).errors(),
         **{f"strong {i}": strong for i in range(4)},
         **{f"unused slots {i}": unused_slots for i in range(4)},
         "strided": strided,

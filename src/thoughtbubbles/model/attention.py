@@ -19,6 +19,7 @@ from torch import Tensor
 
 from thoughtbubbles.model import kernels
 from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.fork import FLOOR
 from thoughtbubbles.model.linear import Linear, product_dtype
 from thoughtbubbles.model.rope import Rotation, rotate
 from thoughtbubbles.model.streams import wide
@@ -32,6 +33,7 @@ class Attenuation(NamedTuple):
     key_bias: Float[Tensor, "B S"] | None = None  # added to the scaled logits
     value: Float[Tensor, "B S"] | None = None  # multiplies the values
     write: Float[Tensor, "B S"] | None = None  # multiplies what is written into the stream
+    least_bias: float = -math.inf  # no key bias is below, as far as one knows without looking
 
 
 class Update(NamedTuple):
@@ -48,6 +50,7 @@ def attenuation(log_score: Float[Tensor, "B S"], config: ModelConfig) -> Attenua
         key_bias=log_score * scale if config.gate_qk else None,
         value=score if config.gate_v else None,
         write=score if config.gate_residual else None,
+        least_bias=FLOOR * len(config.fork_layers) * scale,
     )
 
 
@@ -126,8 +129,9 @@ class Attention(torch.nn.Module):
             from thoughtbubbles.model.kernels.attention import attend
 
             heads = attend(
-                self.qkv.product(x), self.qkv.bias, *turn, key_bias=by.key_bias, value=by.value, n_head=self.n_head
-            )
+                self.qkv.product(x), self.qkv.bias, *turn, key_bias=by.key_bias, value=by.value, n_head=self.n_head,
+                least_bias=by.least_bias,
+            )  # fmt: skip
             return Update(self.out.product(heads), self.out.bias), None
         q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         turned, weights = path(rotate(q, turn), rotate(k, turn), v, by)

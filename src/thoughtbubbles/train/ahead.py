@@ -17,22 +17,22 @@ from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.initial import Undrawn
 from thoughtbubbles.model.rope import rotation
-from thoughtbubbles.train.config import RunConfig
+from thoughtbubbles.train.config import ComputeConfig
 from thoughtbubbles.train.parallel import World, find_precision
 
 
-def compile_ahead(config: RunConfig, world: World) -> Callable[[], None]:
+def compile_ahead(config: ModelConfig, compute: ComputeConfig, world: World) -> Callable[[], None]:
     """Begins, where our kernels serve a run on one GPU; what it returns waits for the end."""
     device = world.device
-    has_kernels = kernels.HAS_TRITON and find_precision(config.compute, device.type) == "bf16"
+    has_kernels = kernels.HAS_TRITON and find_precision(compute, device.type) == "bf16"
     if device.type != "cuda" or world.is_distributed or not has_kernels:  # sharded weights have another dtype
         return lambda: None
-    residual = torch.bfloat16 if config.compute.residual == "bf16" else torch.float32
+    residual = torch.bfloat16 if compute.residual == "bf16" else torch.float32
 
     def work() -> None:
         try:
             with torch.cuda.device(device):
-                run_two_blocks(config.model, device, residual)
+                run_two_blocks(config, device, residual)
         except Exception:  # no harm is done: the run itself compiles, and says what is wrong if something is
             pass
 

@@ -25,6 +25,7 @@ from thoughtbubbles.evals.heldout import to_device
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.train.ahead import compile_ahead
 from thoughtbubbles.train.bench_cases import SEED, Case, draw
 from thoughtbubbles.train.bench_check import Agreement, Rows, WrongResult, compare, reference_of, require
 from thoughtbubbles.train.config import ComputeConfig, OptimConfig
@@ -48,13 +49,15 @@ class Ready(NamedTuple):
 
 def make_ready(config: ModelConfig, device: torch.device, compute: ComputeConfig) -> Ready:
     precision = find_precision(compute, device.type)
+    world = World(device)
+    wait_for_kernels = compile_ahead(config, compute, world)
     torch.manual_seed(SEED)
     with device:
         model = Thoughtbubbles(config).to(torch.float64 if precision == "float64" else torch.float32)
-    world = World(device)
     parallelize(model, world, compute)
     products = Products(model, precision, device=device.type)
-    return Ready(model, products, Passes(model, products, graph=uses_graph(compute, world)), device)
+    passes = Passes(model, products, graph=uses_graph(compute, world), before_graph=wait_for_kernels)
+    return Ready(model, products, passes, device)
 
 
 def forward_backward(ready: Ready, batch: Rows, *, trace: bool = False) -> Passed:

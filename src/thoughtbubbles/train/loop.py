@@ -89,7 +89,7 @@ class Trainer:
         if found is not None:
             state = same_run(found, config, precision=self.precision, fingerprints=self.data.fingerprints)
 
-        wait_for_kernels = compile_ahead(config, world)
+        wait_for_kernels = compile_ahead(config.model, config.compute, world)
         self.model = build_model(config if found is None else replace(config, init_from=None), self.log.say)
         self.model.to(world.device, torch.float64 if self.precision == "float64" else torch.float32)
         parallelize(self.model, world, config.compute)

@@ -30,6 +30,7 @@ from thoughtbubbles.model.kernels.sums import column_sums
 from thoughtbubbles.model.kernels.turn import turn, turned_back
 
 LOG2E = tl.constexpr(1.4426950408889634)  # logits are kept in base 2: the GPU's exponential is
+LEAST_APART = -40.0  # biases down to here may be left out of a key's weights until the end: nothing overflows
 
 
 class Tile(NamedTuple):
@@ -55,7 +56,7 @@ TURN_STREAMS = 16
 
 @triton.jit
 def _attend_over(  # type: ignore[no-untyped-def]
-    acc, total, largest, q, k, v, key_row, bias, scale2, begin, end, m, S,
+    acc, total, largest, q, k, v, key_row, bias2, scale2, begin, end, m, S,
     BN: tl.constexpr, BIAS: tl.constexpr, DIAGONAL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     for start in range(begin, end, BN):
@@ -65,9 +66,9 @@ def _attend_over(  # type: ignore[no-untyped-def]
         if DIAGONAL and not EVEN:
             val = tl.where((n < S)[:, None], val, 0.0)
         if BIAS and DIAGONAL:
-            s += (tl.load(bias + n, mask=n < S, other=0.0) * LOG2E)[None, :]
+            s += tl.load(bias2 + n, mask=n < S, other=0.0)[None, :]
         elif BIAS:
-            s += (tl.load(bias + n) * LOG2E)[None, :]
+            s += tl.load(bias2 + n)[None, :]
         if DIAGONAL:
             s = tl.where(m[:, None] >= n[None, :], s, -float("inf"))
         above = tl.maximum(largest, tl.max(s, 1))
@@ -81,7 +82,7 @@ def _attend_over(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend_forward(  # type: ignore[no-untyped-def]
-    q, k, v, bias, out, lse, scale2, S, N,
+    q, k, v, bias2, out, lse, scale2, S, N,
     H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """A block of queries of one head. Blocks with many keys come first, so that the last to finish are short."""
@@ -96,12 +97,12 @@ def _attend_forward(  # type: ignore[no-untyped-def]
     largest = tl.full((BM,), -float("inf"), tl.float32)
     full = first // BN * BN  # every query of the block sees the keys before this one
     end = tl.minimum(first + BM, S)
-    bias += b * S
+    bias2 += b * S
     acc, total, largest = _attend_over(
-        acc, total, largest, query, k, v, bn * S, bias, scale2, 0, full, m, S, BN, BIAS, False, EVEN
+        acc, total, largest, query, k, v, bn * S, bias2, scale2, 0, full, m, S, BN, BIAS, False, EVEN
     )
     acc, total, largest = _attend_over(
-        acc, total, largest, query, k, v, bn * S, bias, scale2, full, end, m, S, BN, BIAS, True, EVEN
+        acc, total, largest, query, k, v, bn * S, bias2, scale2, full, end, m, S, BN, BIAS, True, EVEN
     )
     acc = acc / total[:, None]
     to = (b * S + m).to(tl.int64)[:, None] * (N * H) + head * H + h[None, :]
@@ -111,7 +112,7 @@ def _attend_forward(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _query_over(  # type: ignore[no-untyped-def]
-    dq, q, dout, logsum, delta, k, v, key_row, bias, scale2, begin, end, m, S,
+    dq, q, dout, logsum, delta, k, v, key_row, bias2, scale2, begin, end, m, S,
     BN: tl.constexpr, BIAS: tl.constexpr, DIAGONAL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     for start in range(begin, end, BN):
@@ -122,9 +123,9 @@ def _query_over(  # type: ignore[no-untyped-def]
             val = tl.where((n < S)[:, None], val, 0.0)
         s = tl.dot(q, key.T) * scale2
         if BIAS and DIAGONAL:
-            s += (tl.load(bias + n, mask=n < S, other=0.0) * LOG2E)[None, :]
+            s += tl.load(bias2 + n, mask=n < S, other=0.0)[None, :]
         elif BIAS:
-            s += (tl.load(bias + n) * LOG2E)[None, :]
+            s += tl.load(bias2 + n)[None, :]
         p = tl.exp2(s - logsum[:, None])
         if DIAGONAL:
             p = tl.where(m[:, None] >= n[None, :], p, 0.0)
@@ -135,7 +136,7 @@ def _query_over(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _query_gradient(  # type: ignore[no-untyped-def]
-    q, k, v, bias, out, dout, lse, delta, cos, sin, dqkv, scale, scale2, S, N,
+    q, k, v, bias2, out, dout, lse, delta, cos, sin, dqkv, scale, scale2, S, N,
     H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(S, BM)
@@ -154,9 +155,9 @@ def _query_gradient(  # type: ignore[no-untyped-def]
     dq = tl.zeros((BM, H), tl.float32)
     full = first // BN * BN
     end = tl.minimum(first + BM, S)
-    bias += b * S
-    dq = _query_over(dq, query, do, logsum, own, k, v, bn * S, bias, scale2, 0, full, m, S, BN, BIAS, False, EVEN)
-    dq = _query_over(dq, query, do, logsum, own, k, v, bn * S, bias, scale2, full, end, m, S, BN, BIAS, True, EVEN)
+    bias2 += b * S
+    dq = _query_over(dq, query, do, logsum, own, k, v, bn * S, bias2, scale2, 0, full, m, S, BN, BIAS, False, EVEN)
+    dq = _query_over(dq, query, do, logsum, own, k, v, bn * S, bias2, scale2, full, end, m, S, BN, BIAS, True, EVEN)
     half: tl.constexpr = H // 2
     i = tl.arange(0, half)
     left, right = turned_back(dq * scale, cos, sin, row * half + i[None, :], here, BM, H)
@@ -168,7 +169,7 @@ def _query_gradient(  # type: ignore[no-untyped-def]
 @triton.jit
 def _key_over(  # type: ignore[no-untyped-def]
     dk, dv, db, k, v, b2, q, query_row, dout, out_row, channel, lse, delta, scale2, begin, end, n, S,
-    BM: tl.constexpr, BIAS: tl.constexpr, DIAGONAL: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, ADD: tl.constexpr, SUM: tl.constexpr, DIAGONAL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     for start in range(begin, end, BM):
         m = start + tl.arange(0, BM)
@@ -181,14 +182,14 @@ def _key_over(  # type: ignore[no-untyped-def]
             logsum = tl.load(lse + m, mask=m < S, other=float("inf"))
             own = tl.load(delta + m, mask=m < S, other=0.0)
         s = tl.dot(k, query.T) * scale2
-        if BIAS:
+        if ADD:
             s += b2[:, None]
         p = tl.exp2(s - logsum[None, :])
         if DIAGONAL:
             p = tl.where(m[None, :] >= n[:, None], p, 0.0)
         dv = tl.dot(p.to(do.dtype), do, dv)
         ds = p * (tl.dot(v, do.T) - own[None, :])
-        if BIAS:
+        if SUM:
             db += tl.sum(ds, 1)
         dk = tl.dot(ds.to(query.dtype), query, dk)
     return dk, dv, db
@@ -196,9 +197,9 @@ def _key_over(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _key_gradient(  # type: ignore[no-untyped-def]
-    q, k, v, bias, value, dout, lse, delta, cos, sin, dqkv, dbias, dvalue, scale, scale2, S, N,
+    q, k, v, bias2, value, dout, lse, delta, cos, sin, dqkv, dbias, dvalue, scale, scale2, S, N,
     H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BIAS: tl.constexpr, VALUE: tl.constexpr, EVEN: tl.constexpr,
+    BIAS: tl.constexpr, APART: tl.constexpr, VALUE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(S, BN)
     first = tl.program_id(0) % blocks * BN
@@ -210,7 +211,7 @@ def _key_gradient(  # type: ignore[no-untyped-def]
     val = v.load([bn * S + first, 0])
     b2 = tl.zeros((BN,), tl.float32)
     if BIAS:
-        b2 = tl.load(bias + b * S + n, mask=n < S, other=0.0) * LOG2E
+        b2 = tl.load(bias2 + b * S + n, mask=n < S, other=0.0)
     dk = tl.zeros((BN, H), tl.float32)
     dv = tl.zeros((BN, H), tl.float32)
     db = tl.zeros((BN,), tl.float32)
@@ -220,12 +221,17 @@ def _key_gradient(  # type: ignore[no-untyped-def]
     full = tl.minimum(tl.cdiv(first + BN, BM) * BM, S)  # from here on every query sees every key of the block
     dk, dv, db = _key_over(
         dk, dv, db, key, val, b2, q, bn * S, dout, b * S, head * H, lse, delta, scale2, begin, full, n, S,
-        BM, BIAS, True, EVEN,
+        BM, BIAS and not APART, BIAS, True, EVEN,
     )  # fmt: skip
     dk, dv, db = _key_over(
         dk, dv, db, key, val, b2, q, bn * S, dout, b * S, head * H, lse, delta, scale2, full, S, n, S,
-        BM, BIAS, False, EVEN,
+        BM, BIAS and not APART, BIAS, False, EVEN,
     )  # fmt: skip
+    if BIAS and APART:  # a key's bias multiplies all its weights: once at the end is enough
+        weight = tl.exp2(b2)
+        dk = dk * weight[:, None]
+        dv = dv * weight[:, None]
+        db = db * weight
     dtype: tl.constexpr = dqkv.dtype.element_ty
     half: tl.constexpr = H // 2
     i = tl.arange(0, half)
@@ -260,6 +266,10 @@ def _described(turned: Tensor, rows: tuple[int, int, int]) -> tuple[Any, Any, An
     return q, k, v
 
 
+def _in_base_2(key_bias: Tensor) -> Tensor:
+    return (key_bias * LOG2E.value).contiguous()
+
+
 def _sizes(qkv: Tensor, n_head: int) -> tuple[int, int, int]:
     return qkv.shape[0], qkv.shape[1], qkv.shape[2] // (3 * n_head)
 
@@ -267,7 +277,14 @@ def _sizes(qkv: Tensor, n_head: int) -> tuple[int, int, int]:
 @torch.library.custom_op("thoughtbubbles::attend", mutates_args=())
 @on_its_device
 def _attend(
-    qkv: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, key_bias: Tensor | None, value: Tensor | None, n_head: int
+    qkv: Tensor,
+    bias: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_bias: Tensor | None,
+    value: Tensor | None,
+    n_head: int,
+    is_bounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, streams, head = _sizes(qkv, n_head)
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
@@ -281,7 +298,7 @@ def _attend(
     tile = _tile(FORWARD, head)
     q, k, v = _described(turned, (tile.queries, tile.keys, tile.keys))
     _attend_forward[(triton.cdiv(streams, tile.queries) * batch * n_head,)](
-        q, k, v, lse if key_bias is None else key_bias.contiguous(), out, lse,
+        q, k, v, lse if key_bias is None else _in_base_2(key_bias), out, lse,
         LOG2E.value / math.sqrt(head), streams, n_head,
         H=head, BIAS=key_bias is not None, EVEN=streams % tile.keys == 0, **tile.launch(),
     )  # fmt: skip
@@ -289,7 +306,7 @@ def _attend(
 
 
 @_attend.register_fake
-def _(qkv, bias, cos, sin, key_bias, value, n_head):  # type: ignore[no-untyped-def]
+def _(qkv, bias, cos, sin, key_bias, value, n_head, is_bounded):  # type: ignore[no-untyped-def]
     batch, streams, head = _sizes(qkv, n_head)
     return (
         qkv.new_empty(batch, streams, n_head * head),
@@ -302,7 +319,7 @@ def _(qkv, bias, cos, sin, key_bias, value, n_head):  # type: ignore[no-untyped-
 @on_its_device
 def _attend_backward(
     dout: Tensor, turned: Tensor, out: Tensor, lse: Tensor, cos: Tensor, sin: Tensor,
-    key_bias: Tensor | None, value: Tensor | None,
+    key_bias: Tensor | None, value: Tensor | None, is_bounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of qkv, of its bias, and of key bias and value score together (whatever, for one that is not there)."""
     _, batch, n_head, streams, head = turned.shape
@@ -310,7 +327,7 @@ def _attend_backward(
     dqkv = turned.new_empty(batch, streams, 3 * n_head * head)
     delta = torch.empty_like(lse)
     of_heads = lse.new_empty(2, batch, n_head, streams if key_bias is not None or value is not None else 0)
-    bias = lse if key_bias is None else key_bias.contiguous()
+    bias = lse if key_bias is None else _in_base_2(key_bias)
     score = lse if value is None else value.contiguous()
     scale = 1 / math.sqrt(head)
     tile = _tile(QUERY_GRADIENT, head)
@@ -325,13 +342,14 @@ def _attend_backward(
     _key_gradient[(triton.cdiv(streams, tile.keys) * batch * n_head,)](
         q, k, v, bias, score, do, lse, delta, cos, sin, dqkv, *of_heads,
         scale, scale * LOG2E.value, streams, n_head,
-        H=head, BIAS=key_bias is not None, VALUE=value is not None, EVEN=streams % tile.queries == 0, **tile.launch(),
+        H=head, BIAS=key_bias is not None, APART=is_bounded, VALUE=value is not None,
+        EVEN=streams % tile.queries == 0, **tile.launch(),
     )  # fmt: skip
     return dqkv, column_sums(dqkv.flatten(0, 1)), of_heads.sum(2)
 
 
 @_attend_backward.register_fake
-def _(dout, turned, out, lse, cos, sin, key_bias, value):  # type: ignore[no-untyped-def]
+def _(dout, turned, out, lse, cos, sin, key_bias, value, is_bounded):  # type: ignore[no-untyped-def]
     _, batch, n_head, streams, head = turned.shape
     return (
         turned.new_empty(batch, streams, 3 * n_head * head),
@@ -341,7 +359,7 @@ def _(dout, turned, out, lse, cos, sin, key_bias, value):  # type: ignore[no-unt
 
 
 def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, bias, cos, sin, key_bias, value, _ = inputs
+    _, bias, cos, sin, key_bias, value, _, ctx.is_bounded = inputs
     out, turned, lse = output
     ctx.set_materialize_grads(False)  # or torch fills zeros for what is kept here, as large as all projections
     ctx.bias_dtype = bias.dtype
@@ -350,10 +368,10 @@ def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _backward(ctx, dout, *_):  # type: ignore[no-untyped-def]
     *_, key_bias, value = ctx.saved_tensors
-    dqkv, dqkv_bias, (dbias, dvalue) = _attend_backward(dout, *ctx.saved_tensors)
+    dqkv, dqkv_bias, (dbias, dvalue) = _attend_backward(dout, *ctx.saved_tensors, ctx.is_bounded)
     return (
         dqkv, dqkv_bias.to(ctx.bias_dtype), None, None,
-        None if key_bias is None else dbias, None if value is None else dvalue, None,
+        None if key_bias is None else dbias, None if value is None else dvalue, None, None,
     )  # fmt: skip
 
 
@@ -369,6 +387,10 @@ def attend(
     key_bias: Float[Tensor, "B S"] | None,
     value: Float[Tensor, "B S"] | None,
     n_head: int,
+    least_bias: float = -math.inf,
 ) -> Float[Tensor, "B S D"]:
-    """Heads side by side, from projections as they come out of one product: [q | k | v], heads contiguous in each."""
-    return _attend(qkv, bias, cos, sin, key_bias, value, n_head)[0]
+    """Heads side by side, from projections as they come out of one product: [q | k | v], heads contiguous in each.
+
+    least_bias  below which no key that a query sees has its bias, if that is known
+    """
+    return _attend(qkv, bias, cos, sin, key_bias, value, n_head, least_bias > LEAST_APART)[0]
