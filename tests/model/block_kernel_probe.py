@@ -10,11 +10,13 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from thoughtbubbles.model import kernels
 from thoughtbubbles.model.attention import PATHS, Attenuation, Update, reference_attention
@@ -228,6 +230,22 @@ def block(head: int) -> Found:
     return {name: error(ours[name], exact) for name, exact in plain.items()}
 
 
+def recomputed() -> Found:
+    """A block under activation checkpointing has the bits of one that keeps everything."""
+    heads = Heads(21, 16)
+    module, x = Block(32, 2), torch.randn(2, 21, 32)
+    by = heads.by(heads.log_score)
+    by = by._replace(write=by.value)
+    serve, kernels.serve = kernels.serve, lambda x, dtype: True
+    try:
+        kept = module_results(module, x, heads.turn, by, "fused")
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+        again = module_results(module, x, heads.turn, by, "fused")
+    finally:
+        kernels.serve = serve
+    return {name: torch.equal(again[name], found) for name, found in kept.items()}
+
+
 def module_results(module: Block, x: Tensor, turn: Rotation, by: Attenuation, path: str) -> dict[str, Tensor]:
     """What a block adds to its input, and all gradients."""
     turn, by = Rotation(*(t.to(x.dtype) for t in turn)), Attenuation(*(t.to(x.dtype) for t in by[:3]))
@@ -269,21 +287,22 @@ class Writes:
     def __init__(
         self, rows: int, channels: int, *, update: bool = True, shift: bool = True, score: bool = True,
         written: bool = True, read_later: bool = True, mean: float = 0.5, dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
+        streams: torch.dtype = torch.float32, batch: int = 2, device: str = "cpu",
     ):  # fmt: skip
         self.written, self.read_later, self.dtype = written, read_later, dtype
 
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, device=device)
 
-        self.given = {"x": random(2, rows, channels) + mean, "weight": random(channels), "bias": random(channels)}
+        x = (random(batch, rows, channels) + mean).to(streams)
+        self.given = {"x": x, "weight": random(channels), "bias": random(channels)}
         if update:
-            self.given["update"] = random(2, rows, channels).to(dtype)
+            self.given["update"] = random(batch, rows, channels).to(dtype)
         if update and shift:
             self.given["shift"] = random(channels)
         if update and score:
-            self.given["score"] = torch.rand(2, rows, device=device)
-        self.upstream = random(2, rows, channels).to(dtype), random(2, rows, channels)
+            self.given["score"] = torch.rand(batch, rows, device=device)
+        self.upstream = random(batch, rows, channels).to(dtype), random(batch, rows, channels).to(streams)
 
     def through_kernel(self) -> dict[str, Tensor]:
         leaves = {name: x.detach().requires_grad_() for name, x in self.given.items()}
@@ -310,6 +329,15 @@ class Writes:
     def errors(self, ours: dict[str, Tensor] | None = None) -> Found:
         ours, exact = ours or self.through_kernel(), self.exact()
         return {name: error(ours[name], exact[name]) for name in exact}
+
+
+def rounded_streams() -> Found:
+    """With streams in bfloat16 a backward that makes x' again has the very x' of the forward."""
+    writes = Writes(9, 24, streams=torch.bfloat16)
+    kept = writes.through_kernel()
+    writes.written = False
+    made = writes.through_kernel()
+    return {name: torch.equal(kept[name], made[name]) for name in kept}
 
 
 def writes_keep() -> Found:
@@ -417,6 +445,7 @@ def quick() -> dict[str, Callable[[], Found]]:
         "unused slots": unused_slots,
         "poisoned neighbour": poisoned_neighbour,
         "block": lambda: block(16),
+        "recomputed": recomputed,
         "gelu": lambda: gelus(5, 7, 21),
         "gelu everywhere": gelu_everywhere,
         "sums": lambda: column_sums(37, 21),
@@ -446,6 +475,8 @@ def full() -> dict[str, Callable[[], Found]]:
             for form in itertools.product((True, False), repeat=len(FORMS))
         },
         **{f"write {shape}": lambda shape=shape: Writes(*shape).errors() for shape in ((1, 2), (1, 8), (70, 100))},
+        "write a single row": lambda: Writes(1, 40, batch=1).errors(),
+        "write into bfloat16": rounded_streams,
         "write, far from zero": lambda: Writes(3, 64, mean=50.0).errors(),
         **{f"sums {shape}": lambda shape=shape: column_sums(*shape) for shape in ((1, 1), (5, 40), (700, 33))},
         "what writes keep": writes_keep,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from helpers import lively_model, random_ids, small_config
+from helpers import BFLOAT16_GRADIENT, lively_model, random_ids, small_config
 from thoughtbubbles.train import parallel
 from thoughtbubbles.train.config import ComputeConfig
 from thoughtbubbles.train.loop import train
@@ -86,6 +86,39 @@ def _differs_when_cast(config: object, world: parallel.World) -> bool:
     with torch.autocast("cpu", torch.bfloat16):
         ours, theirs = model(ids, trace=True), whole(ids, trace=True)
     return any(not torch.equal(a.selected, b.selected) for a, b in zip(ours.forks, theirs.forks, strict=True))
+
+
+def kernels(folder: Path) -> None:
+    """With TRITON_INTERPRET=1: a sharded model on our kernels has the gradients of one that is not sharded."""
+    from triton.runtime import interpreter
+
+    from model.block_kernel_probe import accept_arrays_of_one, error, set_tiles
+    from thoughtbubbles.model import kernels
+
+    interpreter._patch_lang_tensor = accept_arrays_of_one(interpreter._patch_lang_tensor)
+    set_tiles(0)
+    kernels.serve = lambda x, dtype=None: dtype == torch.bfloat16  # as if the CPU were a GPU
+    config = small_config(n_head=2, width=32)  # heads of 16, which the kernels take
+    assert lively_model(config).blocks[0].attention.has_kernel(torch.zeros(1, dtype=torch.bfloat16))
+
+    def gradients(world: parallel.World, *, recompute: bool) -> dict[str, torch.Tensor]:
+        model = lively_model(config, dtype=torch.float32)
+        with torch.no_grad():  # the same weights in bfloat16, in which sharded ones travel
+            for parameter in model.blocks.parameters():
+                parameter.copy_(parameter.bfloat16())
+        parallel.parallelize(model, world, ComputeConfig(precision="bf16", recompute=recompute))
+        ids = random_ids(config, 2, 12)[world.rank :: world.size]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(ids, targets=ids.roll(-1, 1)).loss / world.size
+        loss.backward()
+        return {name: parallel.whole(parameter.grad).float() for name, parameter in model.named_parameters()}
+
+    with parallel.join("cpu") as world:
+        for recompute in (False, True):
+            found = gradients(world, recompute=recompute)
+            expected = gradients(parallel.World(torch.device("cpu")), recompute=recompute)
+            errors = {name: error(found[name], expected[name]) for name in expected}
+            assert max(errors.values()) < BFLOAT16_GRADIENT, errors
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,14 @@ def test_one_rank_and_two_agree_and_exchange_checkpoints(tmp_path):
 
 def test_bf16_decides_as_the_unsharded_model(tmp_path):
     on_ranks(2, "decisions", tmp_path)
+
+
+@pytest.mark.slow  # half a minute: kernels through Triton's interpreter
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_sharded_blocks_on_kernels(tmp_path, monkeypatch):
+    """What a block leaves for the next one must outlive its own weights, which are gathered for its pass alone."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    on_ranks(2, "kernels", tmp_path)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from thoughtbubbles.model.rope import Rotation, rotate
 from thoughtbubbles.model.streams import wide
 
 EXTRA_CHANNELS = 8  # two are needed; kernels want head sizes in eighths
+KERNEL_HEAD_SIZES = (16, 32, 64, 128)  # that our own kernel takes
 
 
 class Attenuation(NamedTuple):
@@ -33,7 +34,7 @@ class Attenuation(NamedTuple):
     key_bias: Float[Tensor, "B S"] | None = None  # added to the scaled logits
     value: Float[Tensor, "B S"] | None = None  # multiplies the values
     write: Float[Tensor, "B S"] | None = None  # multiplies what is written into the stream
-    least_bias: float = -math.inf  # no key bias is below, as far as one knows without looking
+    least_bias: float = -math.inf  # a lower bound of key_bias that is known from the config
 
 
 class Update(NamedTuple):
@@ -119,7 +120,7 @@ class Attention(torch.nn.Module):
         self.out = Linear(width, width)
 
     def has_kernel(self, x: Float[Tensor, "B S D"]) -> bool:
-        return kernels.serve(x, product_dtype(x)) and self.head_size in (16, 32, 64, 128)
+        return kernels.serve(x, product_dtype(x)) and self.head_size in KERNEL_HEAD_SIZES
 
     def forward(
         self, x: Float[Tensor, "B S D"], turn: Rotation, by: Attenuation, path: AttentionPath

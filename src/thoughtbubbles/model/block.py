@@ -2,9 +2,9 @@
 
     x ← x + P · Attention(LayerNorm(x)),    x ← x + P · MLP(LayerNorm(x))
 
-Before the first fork layer every score P is 1 and this is exactly a plain GPT block. Each write happens together with
-the norm behind it, as one pass over the streams; so a block leaves its last update unwritten (`pending`) to the next
-block, and whoever needs the streams themselves writes it (`write`).
+Before the first fork layer every score P is 1 and this is exactly a plain GPT block. Each write belongs to the norm
+behind it, so that a kernel can do both in one pass over the streams. So a block leaves its last update unwritten
+(`pending`) to the next block, and whoever needs the streams themselves writes it (`write`).
 """
 
 import torch.nn.functional as F

@@ -2,10 +2,11 @@
 
 Triton compiles a kernel when it is first launched, half of that time in a process of its own; torch.compile keeps the
 main thread busy meanwhile. Here two blocks run forward and backward on a single row, once without scores and once with
-them, for nothing but the kernels they need. Whoever is first compiles, and the other finds it done.
+them, for nothing but the kernels they need. Should the run need one at the same moment, both compile it: no harm.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from threading import Thread
 
 import torch
@@ -33,10 +34,13 @@ def compile_ahead(config: ModelConfig, compute: ComputeConfig, world: World) -> 
         try:
             with torch.cuda.device(device):
                 run_two_blocks(config, device, residual)
-        except Exception:  # no harm is done: the run itself compiles, and says what is wrong if something is
+        except Exception:  # the run itself compiles what is missing, and says what is wrong if something is
             pass
 
-    thread = Thread(target=work, daemon=True)
+    # Now, since two threads that import torch's many parts at the same time can stumble over each other.
+    for name in ("torch._dynamo", *(f"thoughtbubbles.model.kernels.{name}" for name in ("attention", "gelu", "norm"))):
+        import_module(name)
+    thread = Thread(target=work)  # no daemon: one that is cut off within CUDA or the compiler may take Python with it
     thread.start()
     return thread.join
 

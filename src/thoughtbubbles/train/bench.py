@@ -50,13 +50,13 @@ class Ready(NamedTuple):
 def make_ready(config: ModelConfig, device: torch.device, compute: ComputeConfig) -> Ready:
     precision = find_precision(compute, device.type)
     world = World(device)
-    wait_for_kernels = compile_ahead(config, compute, world)
+    join = compile_ahead(config, compute, world)
     torch.manual_seed(SEED)
     with device:
         model = Thoughtbubbles(config).to(torch.float64 if precision == "float64" else torch.float32)
     parallelize(model, world, compute)
     products = Products(model, precision, device=device.type)
-    passes = Passes(model, products, graph=uses_graph(compute, world), before_graph=wait_for_kernels)
+    passes = Passes(model, products, graph=uses_graph(compute, world), join=join)
     return Ready(model, products, passes, device)
 
 

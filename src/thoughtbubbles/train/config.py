@@ -56,12 +56,13 @@ class OptimConfig:
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
     precision: Precision = "auto"
-    """Of matrix products; weights, residual, scores and loss stay float32. auto: bf16 on CUDA, float32 elsewhere."""
+    """Of matrix products; weights, scores and loss stay float32. auto: bf16 on CUDA, float32 elsewhere."""
     residual: Residual = "float32"
-    """Of the streams between blocks, and of their gradients. bf16, with bf16 products only: a little faster, and
-    less memory."""
+    """Of the streams between blocks, and of their gradients. bf16 goes with bf16 products: less memory, and less to
+    move. A checkpoint does not know of it: elsewhere its model has the dtype of its weights."""
     compile: bool | None = None
-    """torch.compile for each block and fork layer, for positions and the loss. By default on CUDA only."""
+    """torch.compile for fork layers, positions and the loss, and for blocks where they are not replayed as a CUDA graph
+    of our own kernels. By default on CUDA only."""
     graph: bool | None = None
     """Replay forward and backward as one CUDA graph. By default on CUDA, where torchrun has not started the run."""
     recompute: bool = False

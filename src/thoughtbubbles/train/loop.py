@@ -89,14 +89,12 @@ class Trainer:
         if found is not None:
             state = same_run(found, config, precision=self.precision, fingerprints=self.data.fingerprints)
 
-        wait_for_kernels = compile_ahead(config.model, config.compute, world)
+        join = compile_ahead(config.model, config.compute, world)
         self.model = build_model(config if found is None else replace(config, init_from=None), self.log.say)
         self.model.to(world.device, torch.float64 if self.precision == "float64" else torch.float32)
         parallelize(self.model, world, config.compute)
         self.products = Products(self.model, self.precision, device=world.device.type, is_sharded=world.is_distributed)
-        self.passes = Passes(
-            self.model, self.products, graph=uses_graph(config.compute, world), before_graph=wait_for_kernels
-        )
+        self.passes = Passes(self.model, self.products, graph=uses_graph(config.compute, world), join=join)
         self.optimizer = Optimizer(self.model, config.optim)
         self.checkpoints = Checkpoints(
             self.folder,

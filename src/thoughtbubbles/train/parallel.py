@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from thoughtbubbles.model import kernels
+from thoughtbubbles.model.attention import KERNEL_HEAD_SIZES
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import ComputeConfig
 
@@ -126,11 +127,15 @@ def parallelize(model: Thoughtbubbles, world: World, compute: ComputeConfig) -> 
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
     if device == "cuda" if compute.compile is None else compute.compile:
-        # In a CUDA graph blocks are kernels of ours and products, which a compiler can only take longer to start.
-        has_kernels = kernels.HAS_TRITON and device == "cuda" and find_precision(compute, device) == "bf16"
-        _compile(model, blocks=not (has_kernels and uses_graph(compute, world)))
+        _compile(model, blocks=not (uses_graph(compute, world) and _is_all_kernels(model, compute, device)))
     if world.is_distributed:
         _shard(model, world, find_precision(compute, device))
+
+
+def _is_all_kernels(model: Thoughtbubbles, compute: ComputeConfig, device: str) -> bool:
+    """Whether blocks are kernels of ours and matrix products: in a CUDA graph a compiler could only delay the start."""
+    has_kernels = kernels.HAS_TRITON and device == "cuda" and find_precision(compute, device) == "bf16"
+    return has_kernels and model.attention == "fused" and model.config.head_size in KERNEL_HEAD_SIZES
 
 
 def uses_graph(compute: ComputeConfig, world: World) -> bool:
@@ -141,7 +146,7 @@ def uses_graph(compute: ComputeConfig, world: World) -> bool:
 
 
 def _compile(model: Thoughtbubbles, *, blocks: bool) -> None:
-    """Region by region: blocks of one shape share their code, so 36 of them take as long to compile as one.
+    """Region by region: blocks (if wanted) and fork layers of one shape share their code, so many take as long as one.
 
     Shapes are fixed, since a graph for any length would give up much of the speed.
     """

@@ -6,7 +6,7 @@ as one. It replays fixed addresses: inputs are copied to where the graph reads t
 records stand where it leaves them, until the next replay.
 
 The first micro-batch of a step makes the gradients and the others add to them, so there are two graphs. Each is made
-when the passes have run once without it, which compiles whatever is compiled.
+when the passes have run once without it, by which all kernels have been compiled.
 """
 
 from collections.abc import Callable
@@ -63,10 +63,10 @@ class _Replay(NamedTuple):
 
 class Passes:
     def __init__(
-        self, model: Thoughtbubbles, products: Products, *, graph: bool, before_graph: Callable[[], None] = lambda: None
+        self, model: Thoughtbubbles, products: Products, *, graph: bool, join: Callable[[], None] = lambda: None
     ):
-        """`before_graph` waits for whatever else uses the GPU: while a graph is made, nobody may."""
-        self.model, self.products, self.graph, self._before_graph = model, products, graph, before_graph
+        """`join` waits for whatever else uses the GPU while a run starts; while a graph is made, nobody may."""
+        self.model, self.products, self.graph, self._join = model, products, graph, join
         self._replays: dict[bool, _Replay] = {}
         self._has_run: set[bool] = set()
 
@@ -74,8 +74,11 @@ class Passes:
         """Leaves the gradients of `share` · loss in the parameters: alone if it is the first, else added."""
         if self.graph and self._can_replay(is_first):
             return self._replayed(micro, is_first=is_first)
+        passed = self._run(micro, is_first=is_first, trace=trace)
+        if not self._has_run:
+            self._join()
         self._has_run.add(is_first)
-        return self._run(micro, is_first=is_first, trace=trace)
+        return passed
 
     def _can_replay(self, is_first: bool) -> bool:
         """What adds to gradients must add to those that the first graph makes, wherever it has put them."""
@@ -110,7 +113,6 @@ class Passes:
         return replay.result
 
     def _capture(self, micro: Micro, *, is_first: bool) -> _Replay:
-        self._before_graph()
         inputs = Micro(*(tensor.clone() for tensor in micro))
         graph = torch.cuda.CUDAGraph()
         pool = next((other.graph.pool() for other in self._replays.values()), None)

@@ -367,8 +367,9 @@ def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, dout, *_):  # type: ignore[no-untyped-def]
-    *_, key_bias, value = ctx.saved_tensors
-    dqkv, dqkv_bias, (dbias, dvalue) = _attend_backward(dout, *ctx.saved_tensors, ctx.is_bounded)
+    kept = ctx.saved_tensors  # asked once: activation checkpointing gives them once
+    *_, key_bias, value = kept
+    dqkv, dqkv_bias, (dbias, dvalue) = _attend_backward(dout, *kept, ctx.is_bounded)
     return (
         dqkv, dqkv_bias.to(ctx.bias_dtype), None, None,
         None if key_bias is None else dbias, None if value is None else dvalue, None, None,
@@ -391,6 +392,7 @@ def attend(
 ) -> Float[Tensor, "B S D"]:
     """Heads side by side, from projections as they come out of one product: [q | k | v], heads contiguous in each.
 
-    least_bias  below which no key that a query sees has its bias, if that is known
+    least_bias  a lower bound of the key biases, if one is known: the backward is faster where it is not too low
     """
-    return _attend(qkv, bias, cos, sin, key_bias, value, n_head, least_bias > LEAST_APART)[0]
+    is_bounded = least_bias > LEAST_APART and qkv.dtype != torch.float16  # whose range is small
+    return _attend(qkv, bias, cos, sin, key_bias, value, n_head, is_bounded)[0]

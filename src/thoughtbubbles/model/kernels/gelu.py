@@ -1,4 +1,4 @@
-"""Bias and exact GELU in one pass, and back with the sums for the bias in the same pass.
+"""Bias and exact GELU in one pass, and back with the sums for the bias (but for a last short pass) in one too.
 
     y = z · Φ(z),    dz = dy · (Φ(z) + z · φ(z)),    z = x + bias
 

@@ -83,10 +83,7 @@ def _write_norm_backward(  # type: ignore[no-untyped-def]
         if SCORE:
             p = tl.load(score + row)
         if not WRITTEN:
-            if SCORE:
-                v += u * p
-            else:
-                v += u
+            v = (v + (u * p if SCORE else u)).to(x.dtype.element_ty).to(tl.float32)
         r = tl.load(rstd + row)
         xhat = tl.where(inside, (v - tl.load(mean + row)) * r, 0.0)
         g = upstream * tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
@@ -256,7 +253,10 @@ def write_norm(
     dtype: torch.dtype,
     keep_written: bool,
 ) -> tuple[Float[Tensor, "*rows D"], Float[Tensor, "*rows D"]]:
-    """x' and its norm in `dtype`. The backward keeps x', or x in its place (where that is kept for another anyway)."""
+    """x' and its norm in `dtype`.
+
+    keep_written  whether the backward keeps x', or x in its place: no memory at all, where x is the x' of another norm
+    """
     if update is None:
         shift = score = None
     return _WriteNorm.apply(x, update, shift, score, weight, bias, eps, dtype, keep_written)

@@ -1,0 +1,47 @@
+"""Kernels that are compiled in the background. That they are those of a step: tests/model/block_kernel_probe.py."""
+
+import threading
+
+import pytest
+import torch
+
+from helpers import small_config
+from thoughtbubbles.train.ahead import compile_ahead, run_two_blocks
+from thoughtbubbles.train.config import ComputeConfig
+from thoughtbubbles.train.parallel import World
+
+
+def test_nothing_is_begun_where_no_kernel_will_run():
+    before = threading.active_count()
+    for world, precision in (
+        (World(torch.device("cpu")), "bf16"),
+        (World(torch.device("cuda")), "float32"),
+        (World(torch.device("cuda"), is_distributed=True), "bf16"),
+    ):
+        compile_ahead(small_config(), ComputeConfig(precision=precision), world)()
+        assert threading.active_count() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_what_goes_wrong_in_the_background_stays_there(recwarn):
+    compile_ahead(small_config(), ComputeConfig(precision="bf16"), World(torch.device("cuda")))()
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("changes", [{}, {"fork_layers": ()}, {"fork_layers": (), "copies": 3, "merge": "original"}])
+@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
+def test_two_blocks_run_whatever_the_model(changes, residual):
+    """And draw no random number, nor change the seed's next ones."""
+    state = torch.get_rng_state()
+    run_two_blocks(small_config(**changes), torch.device("cpu"), residual)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_in_the_background_on_a_gpu():
+    from thoughtbubbles.model.kernels.norm import _write_norm
+
+    join = compile_ahead(small_config(n_head=2, width=32), ComputeConfig(), World(torch.device("cuda")))
+    join()
+    assert _write_norm.device_caches
