@@ -25,9 +25,9 @@ needs_compiler = pytest.mark.skipif(
     [
         "one graph",
         pytest.param("every way to call", marks=pytest.mark.slow),
-        "autocast",
-        "no new graph",
-        pytest.param("low scores in bfloat16", marks=needs_compiler),
+        pytest.param("autocast", marks=pytest.mark.slow),
+        pytest.param("no new graph", marks=pytest.mark.slow),
+        pytest.param("low scores in bfloat16", marks=[pytest.mark.slow, needs_compiler]),
         pytest.param("generated code", marks=[pytest.mark.slow, needs_compiler]),
     ],
 )
