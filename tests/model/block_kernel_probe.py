@@ -138,6 +138,11 @@ def strong() -> Found:
     return finite(Heads(21, 16, size=12.0).through_kernels())
 
 
+def half() -> Found:
+    """In float16 a weight without its key's bias would overflow, though the bias is bounded."""
+    return finite(Heads(21, 16, low=-80.0, high=-60.0, dtype=torch.float16).through_kernels())
+
+
 def unused_slots() -> Found:
     """What stands in slots at the end that nobody asks for does not change a bit elsewhere."""
     heads, n_used = Heads(38, 16, batch=1), 19
@@ -467,6 +472,7 @@ def full() -> dict[str, Callable[[], Found]]:
         **{f"strong {i}": strong for i in range(4)},
         **{f"unused slots {i}": unused_slots for i in range(4)},
         "strided": strided,
+        "half": half,
         "what is kept": what_is_kept,
         "operators": operators,
         "block, heads of 32": lambda: block(32),
