@@ -1,11 +1,10 @@
-"""Run in a process of its own with TRITON_INTERPRET=1: the kernels of a block, on the CPU, against float64 formulas.
+"""The kernels of a block on the CPU, against float64: `TRITON_INTERPRET=1 python -m model.block_kernel_probe quick`.
 
 Prints one JSON object: for each case the errors of outputs and gradients by name (relative to the norm of what they
 should be), and facts that must be true. New memory is NaN, and tiles are small, so that a short row has several.
 test_gpu.py takes the comparisons from here too.
 """
 
-import itertools
 import json
 import math
 import sys
@@ -18,16 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from model import write_kernel_probe
+from model.write_kernel_probe import Found, error
 from thoughtbubbles.model import kernels
 from thoughtbubbles.model.attention import PATHS, Attenuation, Update, reference_attention
 from thoughtbubbles.model.block import Block, write
 from thoughtbubbles.model.kernels import attention, gelu, norm, sums
 from thoughtbubbles.model.rope import Rotation, rotate, rotation
 
-Found = dict[str, float | bool]
 TILES = [(32, 16), (16, 32), (16, 16), (32, 32)]
 GELU_TILES = [(2, 4, 16, 3), (4, 1, 32, 2), (1, 2, 64, 5)]
-FORMS = ("shift", "score", "written", "read_later")  # of a write
 WHOLE_ROWS = (1, 2, 8192, 4)
 
 
@@ -50,11 +49,6 @@ def set_tiles(turn: int) -> None:
     gelu.ROWS, gelu.BACKWARD_ROWS, gelu.COLUMNS, gelu.DEEP = GELU_TILES[turn % len(GELU_TILES)]
     sums.ROWS, sums.COLUMNS, sums.MULTIPROCESSORS = (4, 8, 16)[turn % 3], (16, 32)[turn % 2], (1, 2, 132)[turn % 3]
     sums.LAST_ROWS, sums.FEW = (4, 32, 8)[turn % 3], (8, 64)[turn % 2]
-
-
-def error(ours: Tensor, exact: Tensor) -> float:
-    """Relative; absolute where the exact result is zero throughout (one stream has no choice whom to attend to)."""
-    return float((ours.detach().double() - exact.detach()).norm() / (float(exact.norm().detach()) or 1.0))
 
 
 class Heads:
@@ -286,92 +280,6 @@ def gelus(*shape: int) -> Found:
     return {"y, absolute": worst[0], "x, absolute": worst[1], "bias": error(ours[2], exact[2])}
 
 
-class Writes:
-    """Random streams and an update, and the way through the kernel and through torch's norm."""
-
-    def __init__(
-        self, rows: int, channels: int, *, update: bool = True, shift: bool = True, score: bool = True,
-        written: bool = True, read_later: bool = True, mean: float = 0.5, dtype: torch.dtype = torch.float32,
-        streams: torch.dtype = torch.float32, batch: int = 2, device: str = "cpu",
-    ):  # fmt: skip
-        self.written, self.read_later, self.dtype = written, read_later, dtype
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, device=device)
-
-        x = (random(batch, rows, channels) + mean).to(streams)
-        self.given = {"x": x, "weight": random(channels), "bias": random(channels)}
-        if update:
-            self.given["update"] = random(batch, rows, channels).to(dtype)
-        if update and shift:
-            self.given["shift"] = random(channels)
-        if update and score:
-            self.given["score"] = torch.rand(batch, rows, device=device)
-        self.upstream = random(batch, rows, channels).to(dtype), random(batch, rows, channels).to(streams)
-
-    def through_kernel(self) -> dict[str, Tensor]:
-        leaves = {name: x.detach().requires_grad_() for name, x in self.given.items()}
-        return self._named(leaves, *norm.write_norm(
-            leaves["x"], leaves.get("update"), shift=leaves.get("shift"), score=leaves.get("score"),
-            weight=leaves["weight"], bias=leaves["bias"], eps=1e-5, dtype=self.dtype, keep_written=self.written,
-        ))  # fmt: skip
-
-    def exact(self) -> dict[str, Tensor]:
-        leaves = {name: x.detach().double().requires_grad_() for name, x in self.given.items()}
-        x = leaves["x"]
-        if "update" in leaves:
-            update = leaves["update"] + leaves.get("shift", 0.0)
-            x = x + (update * leaves["score"][..., None] if "score" in leaves else update)
-        return self._named(leaves, x, F.layer_norm(x, x.shape[-1:], leaves["weight"], leaves["bias"], 1e-5))
-
-    def _named(self, leaves: dict[str, Tensor], x: Tensor, h: Tensor) -> dict[str, Tensor]:
-        results = [h, x] if self.read_later else [h]
-        upstream = [g.to(result.dtype) for g, result in zip(self.upstream, results, strict=False)]
-        grads = torch.autograd.grad(results, list(leaves.values()), upstream)
-        named = {f"gradient of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
-        return {"x'": x.detach(), "h": h.detach(), **named}
-
-    def errors(self, ours: dict[str, Tensor] | None = None) -> Found:
-        ours, exact = ours or self.through_kernel(), self.exact()
-        return {name: error(ours[name], exact[name]) for name in exact}
-
-
-def rounded_streams() -> Found:
-    """With streams in bfloat16 a backward that makes x' again has the very x' of the forward."""
-    writes = Writes(9, 24, streams=torch.bfloat16)
-    kept = writes.through_kernel()
-    writes.written = False
-    made = writes.through_kernel()
-    return {name: torch.equal(kept[name], made[name]) for name in kept}
-
-
-def writes_keep() -> Found:
-    """An update is kept only where the backward needs it; the same bits twice."""
-    kept: dict[bool, list[int]] = {}
-    for scored in (True, False):
-        writes, sizes = Writes(9, 24, score=scored), []
-
-        def count(x: Tensor, sizes: list[int] = sizes) -> Tensor:
-            sizes.append(x.numel())
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-            first = writes.through_kernel()
-        second = writes.through_kernel()
-        kept[scored] = sizes
-    whole = 2 * 9 * 24
-    return {
-        "with scores x' and the update": kept[True].count(whole) == 2,
-        "without scores x' alone": kept[False].count(whole) == 1,
-        "same bits twice": all(torch.equal(a, b) for a, b in zip(first.values(), second.values(), strict=True)),
-    }
-
-
-def column_sums(rows: int, columns: int) -> Found:
-    x = torch.randn(rows, columns).bfloat16()
-    return {"sums": error(sums.column_sums(x), x.double().sum(0))}
-
-
 class Recorded:
     """A kernel that notes the forms it is launched in: dtypes and compile-time constants."""
 
@@ -453,9 +361,7 @@ def quick() -> dict[str, Callable[[], Found]]:
         "recomputed": recomputed,
         "gelu": lambda: gelus(5, 7, 21),
         "gelu everywhere": gelu_everywhere,
-        "sums": lambda: column_sums(37, 21),
-        "write and norm": lambda: Writes(9, 24, written=False).errors(),
-        "norm alone": lambda: Writes(9, 24, update=False).errors(),
+        **write_kernel_probe.quick(),
     }
 
 
@@ -476,16 +382,7 @@ def full() -> dict[str, Callable[[], Found]]:
         "what is kept": what_is_kept,
         "operators": operators,
         "block, heads of 32": lambda: block(32),
-        **{
-            f"write {form}": lambda form=form: Writes(5, 40, **dict(zip(FORMS, form, strict=True))).errors()
-            for form in itertools.product((True, False), repeat=len(FORMS))
-        },
-        **{f"write {shape}": lambda shape=shape: Writes(*shape).errors() for shape in ((1, 2), (1, 8), (70, 100))},
-        "write a single row": lambda: Writes(1, 40, batch=1).errors(),
-        "write into bfloat16": rounded_streams,
-        "write, far from zero": lambda: Writes(3, 64, mean=50.0).errors(),
-        **{f"sums {shape}": lambda shape=shape: column_sums(*shape) for shape in ((1, 1), (5, 40), (700, 33))},
-        "what writes keep": writes_keep,
+        **write_kernel_probe.full(),
         "compiled ahead": compiled_ahead,
         **{f"gelu {shape}": lambda shape=shape: gelus(*shape) for shape in ((1, 8), (37, 100), (300, 33), (3, 5, 129))},
     }

@@ -134,9 +134,9 @@ def test_whole_models_agree_in_float32(selection):
 
 def probe_kernels(cases: str) -> None:
     """On the CPU, through Triton's interpreter, in a process of its own, since that is chosen at import."""
-    script = Path(__file__).with_name("block_kernel_probe.py")
+    command = [sys.executable, "-m", "model.block_kernel_probe", cases]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, str(script), cases], capture_output=True, text=True, env=environment)
+    run = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     wrong = {}
     for case, found in json.loads(run.stdout).items():

@@ -67,7 +67,7 @@ def test_fused_attention_in_bfloat16_on_the_flash_kernel(head, streams):
 
 def random_heads(streams: int, head: int, **options):
     """Of the probe that runs the same kernels in Triton's interpreter; it needs Triton, which comes with CUDA."""
-    from block_kernel_probe import Heads
+    from model.block_kernel_probe import Heads
 
     return Heads(streams, head, dtype=torch.bfloat16, device="cuda", **options)
 
@@ -131,8 +131,7 @@ def test_our_attention_never_has_a_matrix_of_all_pairs():
 
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 7, 100), (2, 333, 1536), (3, 1000, 3072)])
 def test_our_gelu_in_bfloat16(shape):
-    from block_kernel_probe import gelu_results, on_a_grid, plain_gelu
-
+    from model.block_kernel_probe import gelu_results, on_a_grid, plain_gelu
     from thoughtbubbles.model.kernels.gelu import gelu
 
     x, bias = on_a_grid(*shape, device="cuda").bfloat16(), on_a_grid(shape[-1], device="cuda")
@@ -159,7 +158,7 @@ def test_our_column_sums(shape):
 @pytest.mark.parametrize("form", [{}, {"score": False}, {"written": False}, {"update": False}, {"shift": False}])
 @pytest.mark.parametrize(("rows", "channels"), [(1, 8), (7, 100), (333, 768), (3000, 2048), (1000, 5000)])
 def test_our_write_and_norm_in_bfloat16(rows, channels, form):
-    from block_kernel_probe import Writes
+    from model.write_kernel_probe import Writes
 
     writes = Writes(rows, channels, dtype=torch.bfloat16, device="cuda", **form)
     first, second = writes.through_kernel(), writes.through_kernel()
@@ -174,7 +173,8 @@ def test_our_write_and_norm_in_bfloat16(rows, channels, form):
 @pytest.mark.parametrize(("streams", "head"), [(333, 64), (512, 128)])
 def test_a_block_on_our_kernels(streams, head, with_copies):
     """In bfloat16, against the explicit matrix in float64: what it adds to its input, and every gradient."""
-    from block_kernel_probe import error, module_results
+    from model.block_kernel_probe import module_results
+    from model.write_kernel_probe import error
 
     heads = random_heads(streams, head, n_head=4)
     by = heads.by(heads.log_score)

@@ -92,7 +92,8 @@ def kernels(folder: Path) -> None:
     """With TRITON_INTERPRET=1: a sharded model on our kernels has the gradients of one that is not sharded."""
     from triton.runtime import interpreter
 
-    from model.block_kernel_probe import accept_arrays_of_one, error, set_tiles
+    from model.block_kernel_probe import accept_arrays_of_one, set_tiles
+    from model.write_kernel_probe import error
     from thoughtbubbles.model import kernels
 
     interpreter._patch_lang_tensor = accept_arrays_of_one(interpreter._patch_lang_tensor)

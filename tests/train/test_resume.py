@@ -61,8 +61,8 @@ def compare(a: Path, b: Path) -> None:
     assert_same_bits(a / "step-00000008", b / "step-00000008")
 
 
-def test_killed_and_resumed(uninterrupted, tmp_path):
-    kill_and_resume(tmp_path / "killed", kills=1, seed=0)
+def test_killed_three_times(uninterrupted, tmp_path):
+    kill_and_resume(tmp_path / "killed", kills=3, seed=0)
     compare(uninterrupted, tmp_path / "killed")
 
 

@@ -11,7 +11,6 @@ from threading import Thread
 
 import torch
 
-from thoughtbubbles.model import kernels
 from thoughtbubbles.model.attention import PATHS, Attenuation, attenuation
 from thoughtbubbles.model.block import Block, write
 from thoughtbubbles.model.budget import Budget
@@ -19,14 +18,13 @@ from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.initial import Undrawn
 from thoughtbubbles.model.rope import rotation
 from thoughtbubbles.train.config import ComputeConfig
-from thoughtbubbles.train.parallel import World, find_precision
+from thoughtbubbles.train.parallel import World, has_kernels
 
 
 def compile_ahead(config: ModelConfig, compute: ComputeConfig, world: World) -> Callable[[], None]:
     """Begins, where our kernels serve a run on one GPU; what it returns waits for the end."""
     device = world.device
-    has_kernels = kernels.HAS_TRITON and find_precision(compute, device.type) == "bf16"
-    if device.type != "cuda" or world.is_distributed or not has_kernels:  # sharded weights have another dtype
+    if world.is_distributed or not has_kernels(compute, device.type):  # sharded weights have another dtype
         return lambda: None
     residual = torch.bfloat16 if compute.residual == "bf16" else torch.float32
 

@@ -132,10 +132,15 @@ def parallelize(model: Thoughtbubbles, world: World, compute: ComputeConfig) -> 
         _shard(model, world, find_precision(compute, device))
 
 
+def has_kernels(compute: ComputeConfig, device: str) -> bool:
+    """Whether blocks run on kernels of ours."""
+    return kernels.HAS_TRITON and device == "cuda" and find_precision(compute, device) == "bf16"
+
+
 def _is_all_kernels(model: Thoughtbubbles, compute: ComputeConfig, device: str) -> bool:
-    """Whether blocks are kernels of ours and matrix products: in a CUDA graph a compiler could only delay the start."""
-    has_kernels = kernels.HAS_TRITON and device == "cuda" and find_precision(compute, device) == "bf16"
-    return has_kernels and model.attention == "fused" and model.config.head_size in KERNEL_HEAD_SIZES
+    """With nothing but matrix products besides: in a CUDA graph a compiler could only delay the start."""
+    takes_heads = model.attention == "fused" and model.config.head_size in KERNEL_HEAD_SIZES
+    return has_kernels(compute, device) and takes_heads
 
 
 def uses_graph(compute: ComputeConfig, world: World) -> bool:
