@@ -374,7 +374,7 @@ def full() -> dict[str, Callable[[], Found]]:
         **quick(),
         **{str(size): lambda size=size: Heads(*size[:2], qk=size[2], value=size[3]).errors() for size in sizes},
         **{f"low, {s} streams": lambda s=s: Heads(s, 32, low=-60.0).errors() for s in (16, 70)},
-        "very low, not bounded": lambda: Heads(70, 16, low=-900.0, high=-700.0, value=False, is_bounded=False).errors(),
+        "very low, not bounded": lambda: Heads(70, 16, low=-450.0, high=-400.0, value=False, is_bounded=False).errors(),
         **{f"strong {i}": strong for i in range(4)},
         **{f"unused slots {i}": unused_slots for i in range(4)},
         "strided": strided,
