@@ -93,7 +93,7 @@ def _without_places(arguments: list[str]) -> list[str]:
     """Where results were put, and where data lay, says nothing about how they were made."""
     at = arguments.index("--out") if "--out" in arguments else len(arguments)
     kept = arguments[:at] + arguments[at + 2 :]
-    return ["DIR" if before == "--data" else word for before, word in pairwise(["", *kept])]
+    return ["DIR" if before in ("--data", "--data-dir") else word for before, word in pairwise(["", *kept])]
 
 
 def slug(name: str) -> str:

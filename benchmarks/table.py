@@ -298,9 +298,44 @@ def train_step_facts(record: dict[str, Any]) -> list[str]:
     return [facts, *(f"\n![TFLOP/s and milliseconds of each case](../figures/{image.name})" for image in images)]
 
 
+def evals_table() -> str:
+    (record,) = records("evals")
+    models = record["models"]
+    names = list(dict.fromkeys(name for found in models.values() for part in parts(found) for name in part["tasks"]))
+    lines = [
+        f"| {record['machine']} | documents | {' | '.join(models)} |",
+        f"| --- | --- | {' | '.join('---' for _ in models)} |",
+    ]
+    for name in names:
+        tasks = [part["tasks"].get(name) for found in models.values() for part in parts(found)]
+        documents = next(task["documents"] for task in tasks if task)
+        rates = [
+            next((f"{p['tasks'][name]['documents_per_second']:,.0f}/s" for p in parts(m) if name in p["tasks"]), "–")
+            for m in models.values()
+        ]
+        lines.append(f"| `{name}` | {documents:,} | {' | '.join(rates)} |")
+    for title, part in (("all with choices, seconds", "choices"), ("`gsm8k`, seconds", "gsm8k")):
+        seconds = [f"{found[part]['seconds']:.0f}" if part in found else "–" for found in models.values()]
+        lines.append(f"| {title} | | {' | '.join(seconds)} |")
+    worst = max(found["largest_difference_in_float32"] for found in models.values())
+    lines += [
+        "",
+        f"- {source(record)}. Seconds are those of the whole command but for starting Python: reading and encoding the "
+        f"questions, compiling, writing results and figures. GSM8K: {record['answers_at_once']} answers at once, each "
+        f"as long as it may be, since random weights do not stop. Before timing: rows in batches against rows alone "
+        f"differ by at most {worst:.1e} nats in float32.",
+    ]
+    return "\n".join(lines)
+
+
+def parts(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [found[part] for part in ("choices", "gsm8k") if part in found]
+
+
 TABLES = {
     DOCS / "index.md": {"loss": loss_table, "selection": selection_table, "memory": memory_table},
     DOCS / "guides" / "data.md": {"prepare": prepare_table, "loader": loader_table},
+    DOCS / "guides" / "evaluation.md": {"evals": evals_table},
     DOCS / "guides" / "generation.md": {"decode": decode_table},
     DOCS / "guides" / "speed.md": {"train-step": train_step_table},
     DOCS / "guides" / "training.md": {"train": train_table},

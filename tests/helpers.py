@@ -1,5 +1,8 @@
 """What several test files share: small models, the way to the oracle, and every tolerance."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -108,3 +111,14 @@ def assert_same_decisions(output: Output, results: list[oracle.Result]) -> None:
                 atol=ORACLE_OUTPUT,
                 rtol=0,
             )
+
+
+@contextmanager
+def no_waiting_for_the_gpu() -> Iterator[None]:
+    """Whatever makes the host wait for the device is an error inside."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch calls this mode a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -11,6 +11,7 @@ import tyro
 from thoughtbubbles import __version__
 
 if TYPE_CHECKING:
+    from thoughtbubbles.evals.settings import Evaluation
     from thoughtbubbles.model.config import ModelConfig
 
 
@@ -176,10 +177,40 @@ def evaluate(arguments: Sequence[str]) -> None:
     from thoughtbubbles.evals.settings import Evaluation
 
     settings = tyro.cli(Evaluation, prog="thoughtbubbles eval", args=arguments)
+    if settings.harness:
+        _through_harness(settings)
+        return
+    from thoughtbubbles.evals.ranks import Ranks
     from thoughtbubbles.evals.run import run
-    from thoughtbubbles.train.parallel import find_device
+    from thoughtbubbles.train.parallel import join
 
-    run(settings, device=find_device(settings.device))
+    with join(settings.device) as world:
+        run(settings, device=world.device, ranks=Ranks(world.rank, world.size, world.saving))
+
+
+def _through_harness(settings: "Evaluation") -> None:
+    from importlib.util import find_spec
+
+    if find_spec("lm_eval") is None:
+        raise ValueError("--harness: lm-evaluation-harness is not installed; pip install 'thoughtbubbles[eval]'")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("--harness: runs in one process; leave out torchrun, or leave out --harness")
+    from thoughtbubbles.evals.documents import VARIABLE
+    from thoughtbubbles.interop.harness import run_harness
+
+    run_harness(
+        settings.checkpoint,
+        tasks=settings.tasks,
+        data_dir=settings.data_dir or os.environ.get(VARIABLE),
+        limit=settings.limit,
+        budget=settings.budget,
+        dtype=settings.dtype,
+        device=settings.device,
+        batch_tokens=settings.batch_tokens,
+        method=settings.method,
+        compile=settings.compile,
+        out=settings.out,
+    )
 
 
 def generate(
@@ -316,6 +347,64 @@ def bench(
     )
 
 
+def export(*, checkpoint: Path, out: Path, dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> None:
+    """Write a model as a folder that is ready for the Hugging Face Hub.
+
+    It has the weights, the tokenizer, a model card written from the run's own numbers, and the code of the model: with
+    trust_remote_code=True it opens in transformers where this package is not installed. Nothing is sent anywhere. To
+    publish it, choose a licence in its README.md, then: hf upload NAME/MODEL DIR
+
+    Args:
+        checkpoint: The model: its folder, a checkpoint of a run, or a run (its newest checkpoint).
+        out: The folder to write: a new or empty one, or that of an earlier export, which is replaced if nothing in it
+            has been changed since.
+        dtype: Of the weights. auto: as they are.
+    """
+    import torch
+
+    from thoughtbubbles.interop.export import export as write
+
+    narrow = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    print(f"written: {write(checkpoint, out=out, dtype=narrow[dtype])}")
+
+
+def import_authors(
+    checkpoint: Annotated[Path, tyro.conf.arg(metavar="CHECKPOINT")],
+    /,
+    *,
+    out: Path,
+    heads: int | None = None,
+    block_size: int | None = None,
+    budget: float | None = None,
+    budget_mode: Literal["proportional", "fixed"] = "proportional",
+) -> None:
+    """Turn a checkpoint of the authors' JAX code (Jemoka/fork-xla) into a model folder.
+
+    The model then computes as their code does, wherever that differs from ours. GPT-2's tokenizer, which they use, is
+    written beside it if the vocabulary has room for it.
+
+    Args:
+        checkpoint: The folder that their trainer wrote (to read its Orbax files, orbax-checkpoint must be installed),
+            or an .npz or .safetensors file with the same names.
+        out: The model folder to write, a new or empty one.
+        heads: Attention heads, where no config.json beside the arrays tells them.
+        block_size: Tokens of a row, where no config.json tells them.
+        budget: Streams per token, where no config.json tells them: max_block_size / block_size.
+        budget_mode: proportional: the budget follows each row's tokens, as the paper evaluates. fixed: always that of a
+            full block. For rows of a full block, as in training, they are the same.
+    """
+    from thoughtbubbles.checkpoint import save_model
+    from thoughtbubbles.data.tokenizer import tokenizer
+    from thoughtbubbles.interop.authors import import_model
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out {out} is not empty: give a new folder")
+    model = import_model(checkpoint, heads=heads, block_size=block_size, budget=budget, budget_mode=budget_mode)
+    gpt2 = tokenizer("gpt2")
+    written = save_model(out, model, tokenizer=gpt2 if gpt2.size <= model.config.vocab_size else None)
+    print(f"written: {written} ({sum(weight.numel() for weight in model.parameters()):,} parameters)")
+
+
 class Verb(NamedTuple):
     run: Callable[[Sequence[str]], None]
     summary: str
@@ -327,10 +416,18 @@ VERBS = {
         "how fast a model trains here: milliseconds, TFLOP/s, memory",
     ),
     "demo": Verb(demo, "a model with bubbles and a plain one side by side, in minutes"),
-    "eval": Verb(evaluate, "perplexity in parallel and token by token"),
+    "eval": Verb(evaluate, "perplexity, and exams such as HellaSwag and GSM8K"),
+    "export": Verb(
+        lambda arguments: tyro.cli(export, prog="thoughtbubbles export", args=arguments),
+        "a folder for the Hugging Face Hub: weights, code, tokenizer, model card",
+    ),
     "generate": Verb(
         lambda arguments: tyro.cli(generate, prog="thoughtbubbles generate", args=arguments),
         "continue a text, and see how many streams each token takes",
+    ),
+    "import": Verb(
+        lambda arguments: tyro.cli(import_authors, prog="thoughtbubbles import", args=arguments),
+        "a checkpoint of the authors' JAX code as a model folder",
     ),
     "inspect": Verb(
         lambda arguments: tyro.cli(inspect, prog="thoughtbubbles inspect", args=arguments),

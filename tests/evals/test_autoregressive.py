@@ -245,7 +245,7 @@ def test_the_ways_of_each_kind_of_model(changes, names, missing):
         assert shares == sorted(shares)
         assert shares[-1] == 1
     assert list(told) == [way.title for way in ways_of(model.config, vocab_size=23).values()]
-    found = describe(model.config, scores, vocab_size=23)
+    found = describe(model.config, scores, vocab_size=23, n_bytes=100)
     assert list(found["missing"]) == missing
     assert found["ways"]["autoregressive"]["nats"] == scores["autoregressive"].mean
     gaps = differences(scores)

@@ -168,7 +168,7 @@ def test_mistakes(trained, corpus, tmp_path, capsys):
     shard = next(corpus.glob("val-*.bin"))
     for arguments, message in (
         (["--tasks", "perplexitty"], "--tasks perplexitty: there is no such task; did you mean perplexity?"),
-        (["--tasks", "gsm8k"], "--tasks gsm8k: there is no such task; choose from perplexity"),
+        (["--tasks", "xyz"], "--tasks xyz: there is no such task; choose from all, zero-shot, perplexity, lambada"),
         ([], "--data is missing: perplexity needs held-out text; give a folder that `thoughtbubbles prepare` wrote"),
         (["--data", str(text)], f"is a file: prepare it first: thoughtbubbles prepare {text} --out DIR"),
         (["--data", str(shard)], f"is a file: give its folder, {corpus}"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import GOLDEN, SAME_FUNCTION, named
+from helpers import GOLDEN, SAME_FUNCTION, named, no_waiting_for_the_gpu
 from thoughtbubbles.checkpoint import load_folder_tokenizer, save_model
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -230,15 +230,13 @@ def test_tiny_is_a_size_with_room_for_bytes():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks there in passing
 @pytest.mark.parametrize("form", ["tiny", "tiny-paper", "tiny-plain"])
+@pytest.mark.usefixtures("no_shape_checks")  # torch.compile cannot read them
 def test_launching_a_step_does_not_wait_for_the_device(form, tmp_path):
     """The host queues steps, whether logged or not, and the next batches, without a look at anything on the device."""
     model = replace(recipe(form).model, n_layer=4, width=32, block_size=32)
     trainer = Trainer(small_run(tmp_path / "run", model=model, compute_micro_rows=4), World(torch.device("cuda")))
     trainer.read(trainer.launch())  # compiles
     for trainer.done in (1, 2):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting_for_the_gpu():
             launched = trainer.launch()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert trainer.read(launched)["loss"] > 0

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from helpers import SAME_FUNCTION, SAME_FUNCTION_FLOAT32, lively_model, small_config
+from helpers import SAME_FUNCTION, SAME_FUNCTION_FLOAT32, lively_model, no_waiting_for_the_gpu, small_config
 from thoughtbubbles.train.config import OptimConfig
 from thoughtbubbles.train.optim import Optimizer
 from train import adamw_probe
@@ -151,13 +151,10 @@ def test_a_step_does_not_wait_for_the_device(clip):
     optimizer = Optimizer(model, OptimConfig())
     give_gradients(model, 0)
     elsewhere = [parameter.grad.clone() for parameter in model.parameters()]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting_for_the_gpu():
         optimizer.step(1e-2, clip=clip, loss=torch.ones((), device="cuda"))
         for parameter, gradient in zip(model.parameters(), elsewhere, strict=True):
             parameter.grad = gradient
         optimizer.step(1e-2, clip=clip)
         model.zero_grad()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert optimizer.updates == 2

@@ -63,6 +63,10 @@ class Windows(NamedTuple):
     def counted(self) -> Bool[Tensor, "W T"]:
         return self.targets != IGNORED
 
+    def every(self, step: int, *, first: int) -> "Windows":
+        """Of `step` ranks the share of number `first`."""
+        return Windows(*(values[first::step] for values in self))
+
     def part(self, rows: slice, device: torch.device) -> "Windows":
         """Some of the windows, no wider than the longest of them."""
         widest = int(self.lengths[rows].max())

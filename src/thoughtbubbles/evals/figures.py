@@ -54,3 +54,49 @@ def _bins(values: list[float]) -> np.ndarray:
     margin = 0.02 * (high - low) or 0.01 * high
     count = int(np.clip(round(2 * np.sqrt(len(values))), 5, 40))
     return np.linspace(low - margin, high + margin, count + 1)
+
+
+def draw_exams(results: Path) -> list[Path]:
+    """One figure of all exams, and one for each exam that has many parts; none where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        return []
+    matplotlib.use("Agg")
+    found = json.loads(results.read_text())["tasks"]
+    exams = {name: exam for name, exam in found.items() if "accuracy" in exam}
+    drawn = [_draw_bars(results.with_name("exams.png"), {exam["title"]: exam for exam in exams.values()}, "")]
+    for name, exam in exams.items():
+        for group, parts in exam.get("by", {}).items():
+            if len(parts) > 1:
+                path = results.with_name(f"{name}-by-{group}.png")
+                drawn.append(_draw_bars(path, {**parts, "all": exam}, f"{exam['title']} by {group}"))
+    return drawn
+
+
+def _draw_bars(path: Path, rows: dict[str, Any], title: str) -> Path:
+    """Accuracies as bars, their standard errors as whiskers, blind guessing as a line across each."""
+    import matplotlib.pyplot as plt
+
+    figure, panel = plt.subplots(figsize=(7, 1.2 + 0.24 * len(rows)))
+    names, places = list(rows), np.arange(len(rows))
+    accuracy = [100 * row["accuracy"]["mean"] for row in rows.values()]
+    errors = [100 * (row["accuracy"]["standard_error"] or 0) for row in rows.values()]
+    colours = ["tab:gray" if name == "all" else PARALLEL for name in names]
+    panel.barh(places, accuracy, xerr=errors, color=colours, alpha=0.75, ecolor="black", error_kw={"linewidth": 0.8})
+    guessed = [(place, 100 * row["chance"]) for place, row in zip(places, rows.values(), strict=True) if row["chance"]]
+    for number, (place, level) in enumerate(guessed):
+        panel.plot([level, level], [place - 0.42, place + 0.42], color="tab:red", label=None if number else "chance")
+    panel.set_yticks(places, names, fontsize=8)
+    panel.set_ylim(len(rows) - 0.4, -0.6)
+    panel.set_xlim(0, 100)
+    panel.set_xlabel("accuracy (%); whiskers: standard error", fontsize=8)
+    panel.grid(axis="x", alpha=0.3)
+    if guessed:
+        panel.legend(fontsize=8, loc="lower right")
+    if title:
+        panel.set_title(title, fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path

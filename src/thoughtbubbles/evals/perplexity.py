@@ -8,10 +8,12 @@ Which ways there are follows from the model:
     plain, copy-N      blockwise · autoregressive through the cache
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from rich.table import Table
 
 from thoughtbubbles.evals.autoregressive import (
@@ -68,6 +70,22 @@ def perplexity(
     }
 
 
+def join(shares: Sequence[dict[str, Scores]]) -> dict[str, Scores]:
+    """The scores of all windows from those that several ranks have found, each for every so-manieth window."""
+    return {name: _join([share[name] for share in shares]) for name in shares[0]}
+
+
+def _join(shares: Sequence[Scores]) -> Scores:
+    if len(shares) == 1:
+        return shares[0]
+    total = sum(len(share.nll) for share in shares)
+    joined = [torch.empty(total, *part.shape[1:], dtype=part.dtype) for part in shares[0][:3]]
+    for rank, share in enumerate(shares):
+        for whole, part in zip(joined, share[:3], strict=True):
+            whole[rank :: len(shares)] = part
+    return Scores(joined[0], joined[1], joined[2], max(share.seconds for share in shares))
+
+
 def differences(scores: dict[str, Scores]) -> dict[str, Difference]:
     """Every way against the parallel forward, and the approximation against what it stands for."""
     found = {
@@ -80,17 +98,18 @@ def differences(scores: dict[str, Scores]) -> dict[str, Difference]:
     return found
 
 
-def describe(config: ModelConfig, scores: dict[str, Scores], *, vocab_size: int) -> dict[str, Any]:
-    """All numbers, for JSON; table and figure are made from these."""
+def describe(config: ModelConfig, scores: dict[str, Scores], *, vocab_size: int, n_bytes: int) -> dict[str, Any]:
+    """All numbers, for JSON; table and figure are made from these. `n_bytes` of UTF-8 are what the targets spell."""
     ways = ways_of(config, vocab_size=vocab_size)
     return {
-        "ways": {name: {"title": ways[name].title, **_numbers(each)} for name, each in scores.items()},
+        "ways": {name: {"title": ways[name].title, **_numbers(each, n_bytes)} for name, each in scores.items()},
         "differences": {name: difference._asdict() for name, difference in differences(scores).items()},
+        "bytes": n_bytes,
         "missing": {} if exact_method(config) == "recomputed" or not config.fork_layers else {"fixed": NO_FIXED},
     }
 
 
-def _numbers(scores: Scores) -> dict[str, Any]:
+def _numbers(scores: Scores, n_bytes: int) -> dict[str, Any]:
     error = scores.standard_error
     sizes = scores.counted.sum(1).tolist()
     return {
@@ -98,6 +117,7 @@ def _numbers(scores: Scores) -> dict[str, Any]:
         "standard_error": error,
         "perplexity": scores.perplexity,
         "perplexity_standard_error": None if error is None else scores.perplexity * error,
+        "bits_per_byte": scores.mean * scores.n_tokens / math.log(2) / n_bytes if n_bytes else None,
         "tokens": scores.n_tokens,
         "seconds": scores.seconds,
         "windows": [
@@ -113,7 +133,13 @@ def table_of(found: dict[str, Any], *, title: str) -> Table:
     up_to = "up to " * (min(windows) < max(windows))
     table = Table(title=f"{title}; {len(windows)} window{'s' * (len(windows) > 1)} of {up_to}{max(windows)} tokens")
     table.add_column("")
-    for heading in ("nats a token", "perplexity", "against\nblockwise", "tokens", "seconds"):  # 80 columns are enough
+    for heading in (
+        "nats a token",
+        "perplexity",
+        "against\nblockwise",
+        "bits\na byte",
+        "seconds",
+    ):  # 80 columns are enough
         table.add_column(heading, justify="right", no_wrap=True)
     for name, way in found["ways"].items():
         gap = found["differences"].get(f"{name} - blockwise")
@@ -123,7 +149,7 @@ def table_of(found: dict[str, Any], *, title: str) -> Table:
             f"{way['nats']:.4f}{_plus_minus(way['standard_error'], '.4f')}",
             f"{way['perplexity']:{form}}{_plus_minus(way['perplexity_standard_error'], form)}",
             "" if gap is None else f"{gap['mean']:+.4f}{_plus_minus(gap['standard_error'], '.4f')}",
-            f"{way['tokens']:,}",
+            "–" if way["bits_per_byte"] is None else f"{way['bits_per_byte']:.4f}",
             f"{way['seconds']:.1f}",
         )
     if "fixed" in found["missing"]:

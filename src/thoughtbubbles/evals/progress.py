@@ -10,11 +10,13 @@ from rich.console import Console
 from thoughtbubbles.evals.autoregressive import Report
 
 LINE_SECONDS = 10.0
+BAR_SECONDS = 0.05
 
 
 class Progress:
-    def __init__(self) -> None:
-        self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    def __init__(self, *, quiet: bool = False) -> None:
+        """`quiet` shows nothing: of several ranks one speaks."""
+        self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True, quiet=quiet)
         self._bars = progress.Progress(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(),
@@ -38,11 +40,14 @@ class Progress:
         """Begins a part; what is returned is told the share of it that is done."""
         task = self._bars.add_task(title, total=1.0)
         begun = said = time.monotonic()
+        moved = 0.0
 
         def report(share: float) -> None:
-            nonlocal said
-            self._bars.update(task, completed=share)
+            nonlocal said, moved
             now = time.monotonic()
+            if now - moved >= BAR_SECONDS or share >= 1:
+                moved = now
+                self._bars.update(task, completed=share)
             if not self._console.is_terminal and (share >= 1 or now - said >= LINE_SECONDS):
                 said = now
                 left = (now - begun) * (1 - share) / share

@@ -1,102 +1,89 @@
-"""`thoughtbubbles eval`: opens a checkpoint and its data, runs the tasks, shows a table, writes results.json.
+"""`thoughtbubbles eval`: opens a checkpoint and the exams, has the model sit them, shows tables, writes results.json.
 
-Everything that can be wrong with the settings is found before the first forward. The figure is drawn from results.json.
+Everything that can be wrong with settings and files is found before the first forward. Answers are kept as they come
+(evals/answers.py), and tables and figures are made from results.json.
 """
 
 import os
 import platform
 import sys
+import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from rich.console import Console
 
 from thoughtbubbles import __version__
-from thoughtbubbles.checkpoint import find_model, load_folder_tokenizer, load_model, write_json
-from thoughtbubbles.data.loader import HeldOut, Source
+from thoughtbubbles.checkpoint import WEIGHTS, find_model, load_folder_tokenizer, load_model, write_json
 from thoughtbubbles.data.tokenizer import Tokenizer
-from thoughtbubbles.evals.autoregressive import Windows
-from thoughtbubbles.evals.figures import draw_perplexity
-from thoughtbubbles.evals.perplexity import describe, perplexity, remarks, table_of
+from thoughtbubbles.evals.answers import Answers
+from thoughtbubbles.evals.autoregressive import Report, Windows
+from thoughtbubbles.evals.documents import Exam, data_folder, open_exam
+from thoughtbubbles.evals.exam import Conditions, sit
+from thoughtbubbles.evals.marks import summary
+from thoughtbubbles.evals.perplexity import describe, join, perplexity
 from thoughtbubbles.evals.progress import Progress
+from thoughtbubbles.evals.ranks import Ranks
 from thoughtbubbles.evals.settings import Evaluation
+from thoughtbubbles.evals.show import show
+from thoughtbubbles.evals.tasks import TASKS
+from thoughtbubbles.evals.windows import text_bytes, windows_for
 from thoughtbubbles.generate.requests import budget_problem
-from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 RESULTS = "results.json"
+FLUSH_SECONDS = 5.0
 
 
-def run(settings: Evaluation, *, device: str) -> dict[str, Any]:
-    """What results.json holds. `device` is one that this machine has."""
+def run(settings: Evaluation, *, device: str | torch.device, ranks: Ranks = Ranks()) -> dict[str, Any]:  # noqa: B008
+    """What results.json holds, on every rank. `device` is one that this machine has."""
+    device = torch.device(device)
     folder = find_model(settings.checkpoint)
     tokenizer = _tokenizer(folder)
-    if settings.dtype == "float64" and device == "mps":
-        raise ValueError("--dtype float64: mps has none; take --device cpu")
-    model = load_model(folder, device=device, dtype=torch.float64 if settings.dtype == "float64" else torch.float32)
-    model.eval()
-    budget = model.config.budget if settings.budget is None else settings.budget
-    if settings.budget is not None and (wrong := budget_problem(model.config, settings.budget)):
-        raise ValueError(f"--{wrong}")
-    windows = windows_for(settings, model.config, tokenizer)
+    model = _model(folder, settings, device)
+    if tokenizer.size > model.config.vocab_size:
+        raise ValueError(f"--checkpoint {folder}: its tokenizer has {tokenizer.size} ids, more than the model knows")
+    windows = windows_for(settings, model.config, tokenizer) if "perplexity" in settings.names else None
+    chosen = [TASKS[name] for name in settings.names if name in TASKS]
+    exams = [open_exam(task, data_folder(settings.data_dir), limit=settings.limit) for task in chosen]
     path = _make_folder(settings) / RESULTS
-    found = _perplexity(settings, model, windows, tokenizer)
+    about = _about(folder, model, settings)
+    tasks: dict[str, Any] = {}
+    with Progress(quiet=not ranks.is_first) as progress:
+        if windows is not None:
+            tasks["perplexity"] = _perplexity(settings, model, windows, tokenizer, ranks, progress)
+        for exam in exams:
+            tasks[exam.task.name] = _sit(settings, model, tokenizer, exam, about, ranks, progress)
     results = {
-        "tasks": {"perplexity": found},
+        "tasks": {name: tasks[name] for name in settings.names},
         "checkpoint": str(folder),
-        "budget": budget if model.config.fork_layers else None,
+        "budget": _budget(model, settings),
         "selection": model.config.selection if model.config.fork_layers else None,
         "config": asdict(model.config),
-        "settings": {**settings.as_dict(), "device": device},
+        "settings": {**settings.as_dict(), "device": str(device)},
+        "ranks": ranks.size,
         **_circumstances(),
     }
-    write_json(path, results)
-    _show(results, path)
+    if ranks.is_first:
+        write_json(path, results)
+        show(results, path)
+    ranks.gather(None)  # nobody leaves before the file is there
     return results
 
 
-def windows_for(settings: Evaluation, config: ModelConfig, tokenizer: Tokenizer) -> Windows:
-    """Windows of the held-out data as training has them, evenly spread over the split."""
-    n_tokens = config.block_size if settings.tokens is None else settings.tokens
-    if n_tokens > config.block_size:
-        raise ValueError(
-            f"--tokens {n_tokens}: the model reads at most block_size = {config.block_size} tokens; give no more"
-        )
-    source = Source(_data_folder(settings.data))
-    held_out = HeldOut([source], rows=1, n_tokens=n_tokens, split=settings.split)
-    if held_out.tokenizer != tokenizer.name:
-        raise ValueError(
-            f"--data {source.path}: made with tokenizer {held_out.tokenizer!r}, but the model has learned the ids of "
-            f"{tokenizer.name!r}: prepare the text with --tokenizer {tokenizer.name}"
-        )
-    held_out.check_vocab(config.vocab_size)
-    n_windows = min(settings.windows, len(held_out))
-    chosen = [held_out[i * len(held_out) // n_windows] for i in range(n_windows)]
-    ids, targets, lengths = (
-        torch.from_numpy(np.concatenate([getattr(batch, name) for batch in chosen]))
-        for name in ("ids", "targets", "lengths")
-    )
-    return Windows.of(config, ids, targets=targets, lengths=lengths)
-
-
-def _data_folder(data: Path | None) -> Path:
-    if data is None:
-        raise ValueError(
-            "--data is missing: perplexity needs held-out text; give a folder that `thoughtbubbles prepare` wrote, or "
-            "RUN/data/synthetic of a tiny run"
-        )
-    if data.is_file():
-        remedy = (
-            f"give its folder, {data.parent}"
-            if data.suffix == ".bin"
-            else f"prepare it first: thoughtbubbles prepare {data} --out DIR, then --data DIR"
-        )
-        raise ValueError(f"--data {data} is a file: {remedy}")
-    return data
+def _model(folder: Path, settings: Evaluation, device: torch.device) -> Thoughtbubbles:
+    if settings.dtype == "float64" and device.type == "mps":
+        raise ValueError("--dtype float64: mps has none; take --device cpu")
+    if settings.compile and device.type != "cuda":
+        raise ValueError("--compile: needs a CUDA GPU; leave it out on other devices")
+    model = load_model(folder, device=device, dtype=torch.float64 if settings.dtype == "float64" else torch.float32)
+    if settings.budget is not None and (wrong := budget_problem(model.config, settings.budget)):
+        raise ValueError(f"--{wrong}")
+    return model.eval()
 
 
 def _tokenizer(folder: Path) -> Tokenizer:
@@ -119,21 +106,120 @@ def _make_folder(settings: Evaluation) -> Path:
     return settings.folder
 
 
-def _perplexity(settings: Evaluation, model: Thoughtbubbles, windows: Windows, tokenizer: Tokenizer) -> dict[str, Any]:
-    device = model.embedding.weight.device.type
-    narrow: AbstractContextManager[object] = nullcontext()
-    if settings.dtype == "bfloat16":
-        narrow = torch.autocast(device, torch.bfloat16)
-    with Progress() as progress, narrow:
-        scores = perplexity(
-            model,
-            windows,
-            vocab_size=tokenizer.size,
-            budget=settings.budget,
-            batch=settings.batch,
-            report=progress.begin,
-        )
-    return describe(model.config, scores, vocab_size=tokenizer.size)
+def _budget(model: Thoughtbubbles, settings: Evaluation) -> Any:
+    if not model.config.fork_layers:
+        return None
+    return model.config.budget if settings.budget is None else settings.budget
+
+
+def _about(folder: Path, model: Thoughtbubbles, settings: Evaluation) -> dict[str, Any]:
+    """What answers depend on, beside the questions."""
+    weights = (folder / WEIGHTS).stat()
+    return {
+        "weights": [weights.st_size, weights.st_mtime_ns],
+        "config": asdict(model.config),
+        "budget": str(_budget(model, settings)),
+        "dtype": settings.dtype,
+        "method": settings.method,
+    }
+
+
+def _perplexity(
+    settings: Evaluation,
+    model: Thoughtbubbles,
+    windows: Windows,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    progress: Progress,
+) -> dict[str, Any]:
+    n_shares = min(ranks.size, len(windows.ids))
+    own = None
+    if ranks.rank < n_shares:
+        with _products(settings, model):
+            own = perplexity(
+                model,
+                windows.every(n_shares, first=ranks.rank),
+                vocab_size=tokenizer.size,
+                budget=settings.budget,
+                batch=settings.batch,
+                report=progress.begin,
+            )
+    scores = join([share for share in ranks.gather(own) if share is not None])
+    return describe(model.config, scores, vocab_size=tokenizer.size, n_bytes=text_bytes(windows, tokenizer))
+
+
+def _sit(
+    settings: Evaluation,
+    model: Thoughtbubbles,
+    tokenizer: Tokenizer,
+    exam: Exam,
+    about: Mapping[str, Any],
+    ranks: Ranks,
+    progress: Progress,
+) -> dict[str, Any]:
+    task = exam.task
+    described = {"task": task.name, "version": task.version, "questions": exam.checksum, **about}
+    if settings.fresh:
+        described["begun"] = ranks.gather(time.time_ns())[0]  # equals no other run's
+    answers = Answers(settings.folder / "answers", task.name, described, rank=ranks.rank)
+    known = ranks.gather(answers.found)[0]  # all ranks agree on what is left
+    left = [number for number in exam.documents if number not in known]
+    own = {number: exam.documents[number] for number in left[ranks.rank :: ranks.size]}
+    begun = time.perf_counter()
+    report = progress.begin(task.title if not known else f"{task.title} ({len(known):,} answered before)")
+    if own:
+        with answers:
+            _answer(settings, model, tokenizer, exam, own, answers, report)
+    else:
+        report(1.0)
+    seconds = max(ranks.gather(time.perf_counter() - begun))
+    new = {number: answer for found in ranks.gather(answers.found) for number, answer in found.items()}
+    every = known | new
+    return {
+        **summary(task, [every[number] for number in exam.documents]),
+        "seconds": seconds,
+        "documents_per_second": len(left) / seconds if left else None,
+        "answered_before": len(exam.documents) - len(left),
+    }
+
+
+def _answer(
+    settings: Evaluation,
+    model: Thoughtbubbles,
+    tokenizer: Tokenizer,
+    exam: Exam,
+    documents: Mapping[int, Any],
+    answers: Answers,
+    report: Report,
+) -> None:
+    flushed = time.monotonic()
+
+    def keep(number: int, answer: Any) -> None:
+        nonlocal flushed
+        answers.add(number, answer)
+        if time.monotonic() - flushed > FLUSH_SECONDS:
+            answers.flush()
+            flushed = time.monotonic()
+
+    conditions = Conditions(
+        budget=settings.budget,
+        batch_tokens=settings.batch_tokens,
+        answers_at_once=settings.answers_at_once,
+        method=settings.method,
+        compiled=settings.compile,
+    )
+    if exam.task.max_new and settings.dtype == "bfloat16":
+        model = deepcopy(model).to(torch.bfloat16)  # writing reads all weights at every step
+        sit(model, tokenizer, exam.task, documents, conditions, keep=keep, report=report)
+    else:
+        with _products(settings, model):
+            sit(model, tokenizer, exam.task, documents, conditions, keep=keep, report=report)
+
+
+def _products(settings: Evaluation, model: Thoughtbubbles) -> AbstractContextManager[object]:
+    """The precision of matrix products."""
+    kind = model.embedding.weight.device.type
+    return torch.autocast(kind, torch.bfloat16) if settings.dtype == "bfloat16" else nullcontext()
 
 
 def _circumstances() -> dict[str, Any]:
@@ -144,17 +230,3 @@ def _circumstances() -> dict[str, Any]:
         "machine": platform.platform(),
         "commit": os.environ.get("THOUGHTBUBBLES_COMMIT"),
     }
-
-
-def _show(results: dict[str, Any], path: Path) -> None:
-    found = results["tasks"]["perplexity"]
-    rule = "no forks"
-    if results["selection"] is not None:
-        rule = f"{results['selection']} selection, r = {results['budget']}"
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print(table_of(found, title=rule))
-    for line in remarks(found):
-        console.print(line, soft_wrap=True)
-    figure = draw_perplexity(path)
-    drawn = f" and {figure}" if figure else "; for a figure, pip install 'thoughtbubbles[analysis]'"
-    console.print(f"Written: {path}{drawn}", soft_wrap=True, markup=False)

@@ -7,55 +7,92 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-TASKS = ("perplexity",)
+from thoughtbubbles.evals.tasks import TASKS
+
+NAMES = ("perplexity", *TASKS)
+ZERO_SHOT = ("lambada", "hellaswag", "blimp", "piqa", "arc_easy", "arc_challenge")
+SUITES = {"all": NAMES, "zero-shot": ZERO_SHOT}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Examine a trained model; the numbers go to results.json and to a table.
+    """Examine a trained model; the numbers go to results.json and to tables.
 
     perplexity: each held-out token scored in one parallel forward (blockwise) and from its own prefix (autoregressive).
     Through the cache, as with causal selection, the second takes one step a token. With block selection every prefix is
     read anew, once with the proportional and once with the fixed budget: windows of T tokens cost about T times what
     the parallel forward costs, 512 times for a block of 512 tokens. Begin with few windows.
+
+    lambada, hellaswag, blimp, piqa, arc_easy, arc_challenge, mmlu, mmlu_continuation, clutrr: the choice of the lowest
+    loss. gsm8k: answered freely, right if the last number is. They need files of questions: --data-dir. The budget is
+    always proportional to each row's tokens.
+
+    Every answer is kept at once. A command that was killed goes on where it was when it is given again. Under torchrun
+    the ranks share the work.
     """
 
     checkpoint: Path
     """The model: its folder, a checkpoint of a run, or a run (its newest checkpoint)."""
     tasks: tuple[str, ...] = ("perplexity",)
-    """What to examine; perplexity is all there is so far."""
+    """What to examine: names from above; zero-shot (the paper's six: lambada, hellaswag, blimp, piqa, arc_easy,
+    arc_challenge); or all (perplexity among them if there is --data)."""
+    data_dir: Path | None = None
+    """A folder with the exams, files such as hellaswag.validation.jsonl.gz, in it or in its folder eval. By default
+    the environment's THOUGHTBUBBLES_DATA."""
+    limit: int | None = None
+    """Documents of each exam at most, evenly spread over it; all by default."""
     data: Path | None = None
     """For perplexity: a folder that `thoughtbubbles prepare` wrote, or RUN/data/synthetic of a tiny run."""
     split: str = "val"
-    """Which part of the data; val is what training held out."""
+    """For perplexity: which part of the data; val is what training held out."""
     windows: int = 8
-    """Windows to score, spread evenly over the split; all, if there are fewer."""
+    """For perplexity: windows to score, spread evenly over the split; all, if there are fewer."""
     tokens: int | None = None
-    """Tokens of a window; the model's block size by default."""
+    """For perplexity: tokens of a window; the model's block size by default."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="R")] = None
     """Streams per token in place of the model's own, such as 2, 1.5 or 4/3."""
     batch: int = 8
-    """Windows at a time."""
+    """For perplexity: windows at a time."""
+    batch_tokens: int | None = None
+    """For exams: tokens of a batch, padding included; by default 65,536 on cuda, 8,192 on mps, 4,096 on cpu."""
+    answers_at_once: int = 32
+    """For gsm8k: answers written at a time."""
+    method: Literal["cached", "recomputed"] | None = None
+    """For gsm8k: how a new token sees those before it; by default whichever is exact for the model. With block
+    selection that is recomputed, which is slow; cached then approximates."""
+    compile: bool = False
+    """For gsm8k, on cuda: steps as graphs of compiled kernels, many times faster after twenty seconds."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: cuda where there is one, else mps, else cpu."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """bfloat16: matrix products only, as training on a GPU has them. Rounding then decides which streams survive
-    here and there, so ways that are equal in float32 differ a little."""
+    """bfloat16: matrix products only, as training on a GPU has them (for gsm8k the weights too, as in generate).
+    Rounding then decides which streams survive here and there, so ways that are equal in float32 differ a little."""
+    fresh: bool = False
+    """Answer everything anew, also what is answered already."""
+    harness: bool = False
+    """Through lm-evaluation-harness (pip install 'thoughtbubbles[eval]'), with its tasks, prompts and scores; --tasks
+    then takes its names."""
     out: Path | None = None
-    """Where results.json and the figure go; CHECKPOINT/eval-TASK by default."""
+    """Where results.json, the answers and the figures go; CHECKPOINT/eval-TASK by default."""
 
     def __post_init__(self) -> None:
-        for task in self.tasks:
-            if task not in TASKS:
-                near = get_close_matches(task, TASKS, n=2)
-                hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(TASKS)}"
-                raise ValueError(f"--tasks {task}: there is no such task; {hint}")
         if not self.tasks:
-            raise ValueError(f"--tasks is empty: choose from {', '.join(TASKS)}")
-        for name in ("windows", "tokens", "batch"):
+            raise ValueError(f"--tasks is empty: choose from {', '.join((*SUITES, *NAMES))}")
+        if not self.harness:
+            for task in self.tasks:
+                _check_name(task)
+        for name in ("limit", "windows", "tokens", "batch", "batch_tokens", "answers_at_once"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"--{name} {value}: give 1 or more")
+                raise ValueError(f"--{name.replace('_', '-')} {value}: give 1 or more")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tasks one by one; `all` has perplexity only where there is text for it."""
+        named = [name for task in self.tasks for name in SUITES.get(task, (task,))]
+        if self.data is None and "perplexity" not in self.tasks:
+            named = [name for name in named if name != "perplexity"]
+        return tuple(dict.fromkeys(named))
 
     @property
     def folder(self) -> Path:
@@ -64,3 +101,11 @@ class Evaluation:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+
+
+def _check_name(task: str) -> None:
+    known = (*SUITES, *NAMES)
+    if task not in known:
+        near = get_close_matches(task, known, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(known)}"
+        raise ValueError(f"--tasks {task}: there is no such task; {hint}")

@@ -198,7 +198,7 @@ def enter(
     own = torch.arange(streams.token.shape[1], device=active.device)
     position = positions(streams.token, find_bubbles(streams.token, 1), streams.log_score.dtype) + n_tokens[:, None]
     view = View(
-        turn=rotation(position, config.head_size),
+        turn=rotation(position, config.head_size, first=config.first_position),
         by=Attenuation() if fork is None else attenuation(streams.log_score, config),  # before any fork scores are 1
         place=torch.where(own < added[:, None], span.used[:, None] + own, span.token.shape[1] - 1),
         used=span.used,

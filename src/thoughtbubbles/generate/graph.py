@@ -42,7 +42,10 @@ def fast_blocks(blocks: Sequence[Any], x: Tensor, span: Span, view: View, seen: 
 
 
 def suits_kernels(model: Thoughtbubbles) -> bool:
-    """Half precision on an NVIDIA GPU, and a shape that divides into the kernels' tiles, as all the paper's do."""
+    """Half precision on an NVIDIA GPU, and a shape that divides into the kernels' tiles, as all the paper's do.
+
+    They have our attention and our GELU, not the authors'.
+    """
     weight, config = model.embedding.weight, model.config
     return (
         weight.is_cuda
@@ -50,6 +53,7 @@ def suits_kernels(model: Thoughtbubbles) -> bool:
         and weight.dtype in (torch.bfloat16, torch.float16)
         and config.width % 256 == 0
         and config.head_size in (32, 64, 128)
+        and not config.authors_compat
     )
 
 

@@ -8,7 +8,7 @@ for causal selection), or by recomputing all of every row (exact for any rule, a
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
@@ -91,6 +91,7 @@ def generate(
     batch_size: int = 32,
     on_error: Literal["raise", "return"] = "raise",
     compiled: bool = False,
+    finished: Callable[[int, Completion], object] = lambda number, completion: None,
 ) -> list[Completion]:
     """One completion for each request.
 
@@ -101,6 +102,7 @@ def generate(
     on_error     what a bad request does. "raise": a ValueError before any work. "return": its completion has the
                  `error`, and all others are as they would be without it
     compiled     on a GPU: steps as CUDA graphs, many times faster after about twenty seconds of compiling
+    finished     is told the number of each request and its completion as soon as that is whole
     """
     if batch_size < 1 or on_error not in ("raise", "return"):
         raise ValueError(f"batch_size = {batch_size}, on_error = {on_error!r}: give 1 or more; 'raise' or 'return'")
@@ -117,6 +119,8 @@ def generate(
     for first in range(0, len(good), batch_size):
         for token in _run(decoder, good[first : first + batch_size], n_ids=n_ids):
             done[token.request].add(token, with_text=tokenizer is not None)
+            if token.finish is not None:
+                finished(token.request, done[token.request])
     return done
 
 

@@ -6,6 +6,9 @@ The paper's bias is c · log P. `reference` writes the matrix out. `fused` runs 
 bias: q and k grow by 8 channels, two of which carry the bias as a high and a low part (so that bfloat16 keeps it), with
 ones on the query's side. No channel of q·k is lost, and nothing of size S × S is stored. In half precision on a GPU the
 fused path is a kernel of our own, which adds the bias in registers (model/kernels/attention.py).
+
+The authors' code carries log P in the last channel of k, with a 1 in that of q: there the bias does cost a channel of
+q·k. `score_channel` is that form. It leaves the last channel out of q·k, and the bias is added as always.
 """
 
 import math
@@ -113,14 +116,15 @@ PATHS: dict[str, AttentionPath] = {"reference": reference_attention, "fused": fu
 class Attention(torch.nn.Module):
     """Projections around an attention path. Heads are contiguous in the width."""
 
-    def __init__(self, width: int, n_head: int):
+    def __init__(self, width: int, n_head: int, *, score_channel: bool = False):
         super().__init__()
-        self.n_head, self.head_size = n_head, width // n_head
+        self.n_head, self.head_size, self.score_channel = n_head, width // n_head, score_channel
         self.qkv = Linear(width, 3 * width)
         self.out = Linear(width, width)
 
     def has_kernel(self, x: Float[Tensor, "B S D"]) -> bool:
-        return kernels.serve(x, product_dtype(x)) and self.head_size in KERNEL_HEAD_SIZES
+        has_shape = self.head_size in KERNEL_HEAD_SIZES and not self.score_channel
+        return has_shape and kernels.serve(x, product_dtype(x))
 
     def forward(
         self, x: Float[Tensor, "B S D"], turn: Rotation, by: Attenuation, path: AttentionPath
@@ -135,5 +139,8 @@ class Attention(torch.nn.Module):
             )  # fmt: skip
             return Update(self.out.product(heads), self.out.bias), None
         q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        turned, weights = path(rotate(q, turn), rotate(k, turn), v, by)
-        return Update(self.out(turned.transpose(1, 2).flatten(2))), weights
+        q, k = rotate(q, turn), rotate(k, turn)
+        if self.score_channel:
+            q = F.pad(q[..., :-1], (0, 1))
+        heads, weights = path(q, k, v, by)
+        return Update(self.out(heads.transpose(1, 2).flatten(2))), weights

@@ -18,12 +18,15 @@ from thoughtbubbles.model.rope import Rotation
 
 
 class MLP(nn.Module):
-    def __init__(self, width: int):
+    def __init__(self, width: int, *, tanh_gelu: bool = False):
         super().__init__()
+        self.tanh_gelu = tanh_gelu
         self.up = Linear(width, 4 * width)
         self.down = Linear(4 * width, width)
 
     def forward(self, x: Float[Tensor, "B S D"]) -> Update:
+        if self.tanh_gelu:
+            return Update(self.down(F.gelu(self.up(x), approximate="tanh")))
         if kernels.serve(x, product_dtype(x)):
             from thoughtbubbles.model.kernels.gelu import gelu
 
@@ -57,12 +60,12 @@ class Norm(nn.LayerNorm):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, n_head: int):
+    def __init__(self, width: int, n_head: int, *, score_channel: bool = False, tanh_gelu: bool = False):
         super().__init__()
         self.attention_norm = Norm(width)
-        self.attention = Attention(width, n_head)
+        self.attention = Attention(width, n_head, score_channel=score_channel)
         self.mlp_norm = Norm(width)
-        self.mlp = MLP(width)
+        self.mlp = MLP(width, tanh_gelu=tanh_gelu)
 
     def forward(
         self, x: Float[Tensor, "B S D"], pending: Update | None, turn: Rotation, by: Attenuation, path: AttentionPath

@@ -49,6 +49,8 @@ class ModelConfig:
     """head: the log score is divided by sqrt(head size) as q·k is. one: it is added undivided."""
     score_bias: int | float | None = None
     """Initial value of a bias in the score heads; none by default."""
+    authors_compat: bool = False
+    """Compute as the authors' own code where ours differs: for weights imported from it."""
 
     def __post_init__(self) -> None:
         _require(
@@ -79,7 +81,7 @@ class ModelConfig:
                 getattr(self, name) in get_args(kind), name, getattr(self, name), f"choose one of {get_args(kind)}"
             )
         self._check_forks()
-        for name in ("gate_qk", "gate_v", "gate_residual"):
+        for name in ("gate_qk", "gate_v", "gate_residual", "authors_compat"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "give True or False")
         _require(isinstance(self.budget, (int, float)), "budget", self.budget, "a model has one number, e.g. 2 or 1.5")
         Budget.of(self.budget, name="ModelConfig.budget").check_range(self.block_size, name="ModelConfig.budget")
@@ -89,6 +91,8 @@ class ModelConfig:
             self.score_bias,
             "give a finite number, or None for no bias",
         )
+        if self.authors_compat:
+            self._check_authors_compat()
 
     def _check_forks(self) -> None:
         for layer in self.fork_layers:
@@ -120,6 +124,35 @@ class ModelConfig:
             self.budget_mode,
             "a fixed budget looks at the whole block, so it goes with selection='block' only",
         )
+
+    def _check_authors_compat(self) -> None:
+        """The authors' code has one form of each of these."""
+        remedy = (
+            "authors_compat = True computes as the authors' code, which has no such form: set {}, or leave it False"
+        )
+        _require(self.merge != "mixture", "merge", self.merge, remedy.format("merge='residual' or 'original'"))
+        for name, theirs in (
+            ("copies", 1),
+            ("gate_qk", True),
+            ("gate_v", True),
+            ("gate_residual", True),
+            ("score_scale", "head"),
+            ("score_bias", None),
+        ):
+            found = getattr(self, name)
+            _require(found == theirs, name, found, remedy.format(f"{name}={theirs!r}"))
+        remedy = "with authors_compat = True scores are ranked so finely that 50 fork layers are the most: give fewer"
+        _require(len(self.fork_layers) <= 50, "fork_layers", self.fork_layers, remedy)
+
+    @property
+    def score_channel(self) -> bool:
+        """Whether the last channel of queries and keys is given up to the score, as it is in the authors' code."""
+        return self.authors_compat and bool(self.fork_layers)
+
+    @property
+    def first_position(self) -> int:
+        """Where token 0 stands. It matters only where a turned channel is given up: else turns cancel in q·k."""
+        return 1 if self.authors_compat else 0
 
     @property
     def head_size(self) -> int:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from thoughtbubbles.model.selection import NextToken, Rule, candidate_keys, candidate_levels, pack
+from thoughtbubbles.model.selection import LEVELS, NextToken, Rule, candidate_keys, candidate_levels, pack
 from thoughtbubbles.model.streams import Streams, bubble_sizes, is_original, relocate, take, wide
 
 FLOOR = -20.0  # of one log score: exp(−20) is as good as deleted, and gradients stay finite
@@ -87,8 +87,9 @@ class _Scores(torch.autograd.Function):
 
 
 class ForkLayer(nn.Module):
-    def __init__(self, width: int, *, score_bias: int | float | None):
+    def __init__(self, width: int, *, score_bias: int | float | None, levels: int = LEVELS):
         super().__init__()
+        self.levels = levels
         self.norm = nn.LayerNorm(width)
         self.score = ScoreHead(width, bias=score_bias)
         self.embedding = nn.Parameter(torch.empty(width))
@@ -106,7 +107,7 @@ class ForkLayer(nn.Module):
         original = is_original(streams.token, n_tokens)
         forced = torch.stack([torch.zeros_like(original), original], dim=-1).flatten(1)
 
-        level = candidate_levels(log_score, token, forced, n_tokens)
+        level = candidate_levels(log_score, token, forced, n_tokens, levels=self.levels)
         survives = rule.survives(candidate_keys(level), token, lengths, n_tokens)
         n_streams = streams.token.shape[1]
         chosen, place = pack(survives, rule.n_slots(n_streams, n_tokens))

@@ -6,7 +6,8 @@ With w the softmax of the log scores within a bubble, e(·) the final norm follo
     residual    p(y) = softmax(e(Σ_j w_j x_j))[y]        the average first, the final norm after
     original    p(y) = softmax(e(x_original))[y]
 
-All three are mixtures of the rows that get decoded (`Rows`); the last two have a single row a token.
+All three are mixtures of the rows that get decoded (`Rows`); the last two have a single row a token. The authors' code
+has Σ_j P_j x_j in place of the average (`residual_sum`): to the final norm the same, but for its small constant.
 """
 
 import math
@@ -50,7 +51,13 @@ class Rows(NamedTuple):
 
 
 def rows_to_decode(
-    streams: Streams, merge: Merge, norm: Callable[[Tensor], Tensor], *, n_tokens: int, max_bubble: int
+    streams: Streams,
+    merge: Merge,
+    norm: Callable[[Tensor], Tensor],
+    *,
+    n_tokens: int,
+    max_bubble: int,
+    residual_sum: bool = False,
 ) -> Rows:
     if merge == "mixture":
         most = min(max_bubble, streams.token.shape[1])
@@ -60,6 +67,8 @@ def rows_to_decode(
     if merge == "original":
         back = torch.where(is_original(streams.token, n_tokens), streams.token, n_tokens)
         x = relocate(streams.x, torch.where(real, up_to - 1, streams.token.shape[1]), back[..., None])
+    elif residual_sum:
+        x = sum_residual(streams, n_tokens=n_tokens, max_bubble=max_bubble)
     else:
         x = merge_residual(streams, n_tokens=n_tokens, max_bubble=max_bubble)
     token = torch.where(real, tokens, n_tokens)
@@ -67,14 +76,38 @@ def rows_to_decode(
     return Rows(norm(x), alone, token, n_tokens, most_per_token=1, is_mixture=False)
 
 
+def bubbles_at(
+    streams: Streams, row: Int[Tensor, "n"], token: Int[Tensor, "n"], *, n_tokens: int
+) -> tuple[Int[Tensor, "n"], Int[Tensor, "n"]]:
+    """First and last slot of the bubbles of the given tokens, each in its row."""
+    end = originals(streams.token, n_tokens)[row, token]
+    return find_bubbles(streams.token, n_tokens).start[row, end], end
+
+
+def gather_bubbles(
+    streams: Streams, row: Int[Tensor, "n"], start: Int[Tensor, "n"], end: Int[Tensor, "n"], *, width: int
+) -> Streams:
+    """Bubbles of at most `width` streams, each as a row of one token."""
+    slot = start[:, None] + torch.arange(width, device=end.device)
+    used, slot = slot <= end[:, None], slot.clamp(max=streams.token.shape[1] - 1)
+    log_score = torch.where(used, streams.log_score[row[:, None], slot], 0)
+    return Streams(streams.x[row[:, None], slot], log_score, torch.where(used, 0, 1))
+
+
 def last_bubbles(streams: Streams, lengths: Int[Tensor, "B"], *, n_tokens: int, max_bubble: int) -> Streams:
     """The bubble of each row's last token, as a row of one token."""
-    end = originals(streams.token, n_tokens).gather(1, lengths[:, None] - 1)
-    start = find_bubbles(streams.token, n_tokens).start.gather(1, end)
-    slot = start + torch.arange(min(max_bubble, streams.token.shape[1]), device=end.device)
-    used, slot = slot <= end, slot.clamp(max=streams.token.shape[1] - 1)
-    log_score = torch.where(used, take(streams.log_score, slot), 0)
-    return Streams(take(streams.x, slot), log_score, torch.where(used, 0, 1))
+    row = torch.arange(lengths.shape[0], device=lengths.device)
+    start, end = bubbles_at(streams, row, lengths - 1, n_tokens=n_tokens)
+    return gather_bubbles(streams, row, start, end, width=min(max_bubble, streams.token.shape[1]))
+
+
+def sum_residual(streams: Streams, *, n_tokens: int, max_bubble: int) -> Float[Tensor, "B T D"]:
+    """Σ_j P_j x_j over the bubble of each token; 0 past a padded row's end."""
+    start, _ = find_bubbles(streams.token, n_tokens)
+    share, most = streams.log_score.exp()[..., None] * wide(streams.x), min(max_bubble, streams.token.shape[1])
+    total = bubble_scan(share, start, torch.add, max_bubble=most)
+    up_to, sizes = streams_up_to(streams.token, n_tokens), bubble_sizes(streams.token, n_tokens)
+    return take_or_zero(total, torch.where(sizes > 0, up_to - 1, streams.token.shape[1])).to(streams.x.dtype)
 
 
 def merge_residual(streams: Streams, *, n_tokens: int, max_bubble: int) -> Float[Tensor, "B T D"]:

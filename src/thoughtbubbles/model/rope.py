@@ -1,7 +1,8 @@
 """Rotary position embedding at real-valued positions (the paper's partial rotation).
 
 Channel i is paired with channel i + H/2 and the pair is turned by the angle position · 10000^(−2i/H). A plain GPT has
-whole positions; a fork stands at k − p/q, between its token and the one before.
+whole positions; a fork stands at k − p/q, between its token and the one before. Token 0 stands at 0 (at 1 where the
+authors' weights want it so).
 """
 
 from typing import NamedTuple
@@ -20,7 +21,9 @@ class Rotation(NamedTuple):
     sin: Float[Tensor, "B 1 S H/2"]
 
 
-def rotation(position: Float[Tensor, "B S"], head_size: int) -> Rotation:
+def rotation(position: Float[Tensor, "B S"], head_size: int, *, first: int = 0) -> Rotation:
+    if first:
+        position = position + first
     channel = torch.arange(0, head_size, 2, device=position.device, dtype=position.dtype)
     frequency = BASE ** (-channel / head_size)
     angle = position[:, None, :, None] * frequency

@@ -23,6 +23,7 @@ from thoughtbubbles.model.config import BudgetMode, ModelConfig, Selection
 from thoughtbubbles.model.streams import slots, streams_up_to, take
 
 LEVELS = 4096  # log scores are ranked in steps of 1/4096; within a step the earlier candidate wins
+FINE_LEVELS = 2**20  # for the authors' weights: their bfloat16 tells scores near 1 apart that are equal in our steps
 ORIGINAL = 1  # the level of an original's keep candidate: log scores are ≤ 0, so above every other
 UNUSED = -(2**30)  # the level of unused slots: below every other
 RUN = 64  # candidates compared pair by pair when ranks are counted: near the square root of what a row usually has
@@ -104,9 +105,14 @@ class NextToken(NamedTuple):
 
 
 def candidate_levels(
-    log_score: Float[Tensor, "B C"], token: Int[Tensor, "B C"], forced: Bool[Tensor, "B C"], n_tokens: int
+    log_score: Float[Tensor, "B C"],
+    token: Int[Tensor, "B C"],
+    forced: Bool[Tensor, "B C"],
+    n_tokens: int,
+    *,
+    levels: int = LEVELS,
 ) -> Int[Tensor, "B C"]:
-    level = (log_score.detach() * LEVELS).round().long()
+    level = (log_score.detach() * levels).round().long()
     level = torch.where(forced, ORIGINAL, level)
     return torch.where(token < n_tokens, level, UNUSED)
 

@@ -24,6 +24,7 @@ from thoughtbubbles.model.fork import ForkLayer, ForkRecord, ScoreHead
 from thoughtbubbles.model.initial import Undrawn, draw_normal, has_numbers
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.rope import Rotation, rotation
+from thoughtbubbles.model.selection import FINE_LEVELS, LEVELS
 from thoughtbubbles.model.streams import Streams, find_bubbles, positions, wide_dtype
 
 
@@ -52,9 +53,21 @@ class Thoughtbubbles(nn.Module):
         self.attention = attention
         with Undrawn():
             self.embedding = nn.Embedding(config.vocab_size, config.width)
-            self.blocks = nn.ModuleList(Block(config.width, config.n_head) for _ in range(config.n_layer))
+            self.blocks = nn.ModuleList(
+                Block(
+                    config.width,
+                    config.n_head,
+                    score_channel=config.score_channel,
+                    tanh_gelu=config.authors_compat,
+                )
+                for _ in range(config.n_layer)
+            )
+            levels = FINE_LEVELS if config.authors_compat else LEVELS
             self.forks = nn.ModuleDict(
-                {str(layer): ForkLayer(config.width, score_bias=config.score_bias) for layer in config.fork_layers}
+                {
+                    str(layer): ForkLayer(config.width, score_bias=config.score_bias, levels=levels)
+                    for layer in config.fork_layers
+                }
             )
             self.final_norm = nn.LayerNorm(config.width)
         self.init_weights()
@@ -191,8 +204,14 @@ class Thoughtbubbles(nn.Module):
         return Streams(write(streams.x, pending, by), streams.log_score, streams.token)
 
     def rows_to_decode(self, streams: Streams, n_tokens: int) -> head.Rows:
-        merge, max_bubble = self.config.merge, self.config.max_bubble
-        return head.rows_to_decode(streams, merge, self.final_norm, n_tokens=n_tokens, max_bubble=max_bubble)
+        return head.rows_to_decode(
+            streams,
+            self.config.merge,
+            self.final_norm,
+            n_tokens=n_tokens,
+            max_bubble=self.config.max_bubble,
+            residual_sum=self.config.authors_compat,
+        )
 
     def mean_nll(self, streams: Streams, targets: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
         """The training loss."""
@@ -215,4 +234,5 @@ class Thoughtbubbles(nn.Module):
     def arrange(self, streams: Streams, n_tokens: int) -> tuple[Rotation, Attenuation]:
         """What all blocks up to the next fork layer need to know of the streams: where they stand, and their scores."""
         position = positions(streams.token, find_bubbles(streams.token, n_tokens), streams.log_score.dtype)
-        return rotation(position, self.config.head_size), attenuation(streams.log_score, self.config)
+        turn = rotation(position, self.config.head_size, first=self.config.first_position)
+        return turn, attenuation(streams.log_score, self.config)

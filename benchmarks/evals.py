@@ -1,0 +1,85 @@
+"""Exams on a GPU: documents a second of each, for models with random weights (what they answer says nothing).
+
+python benchmarks/evals.py --data-dir DIR     DIR: the files of `thoughtbubbles eval --data-dir`
+
+The command's own code runs, from opening the files to writing results.json. Before anything is timed, rows scored in
+batches are compared with rows scored alone, in float32.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import write_results
+
+from thoughtbubbles.checkpoint import save_model
+from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.evals.documents import open_exam
+from thoughtbubbles.evals.likelihood import encode_choices, log_likelihoods
+from thoughtbubbles.evals.run import run
+from thoughtbubbles.evals.settings import Evaluation
+from thoughtbubbles.evals.tasks import TASKS
+from thoughtbubbles.evals.tasks.task import Choices
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.transformer import Thoughtbubbles
+
+CHOICES = tuple(name for name, task in TASKS.items() if not task.max_new)
+
+
+def check(model: Thoughtbubbles, data: Path) -> float:
+    """The largest difference of a log-probability between rows in a batch and rows alone."""
+    gpt2 = tokenizer("gpt2")
+    documents = open_exam(TASKS["hellaswag"], data, limit=32).documents.values()
+    pairs = [(d.context, d.choices) for d in documents if isinstance(d, Choices)]
+    queries = [query for context, choices in pairs for query in encode_choices(gpt2, context, choices)]
+    together = log_likelihoods(model, queries, vocab_size=gpt2.size)
+    alone = [log_likelihoods(model, [query], vocab_size=gpt2.size)[0] for query in queries]
+    return max(abs(a.log_prob - b.log_prob) for a, b in zip(together, alone, strict=True))
+
+
+def sit(folder: Path, data: Path, tasks: tuple[str, ...], device: str, **more: Any) -> dict[str, Any]:
+    settings = Evaluation(checkpoint=folder, tasks=tasks, data_dir=data, dtype="bfloat16", fresh=True, **more)
+    begun = time.perf_counter()
+    found = run(settings, device=device)["tasks"]
+    return {
+        "seconds": time.perf_counter() - begun,
+        "tasks": {
+            name: {key: exam[key] for key in ("version", "documents", "seconds", "documents_per_second", "truncated")}
+            for name, exam in found.items()
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--models", nargs="+", default=["150m", "150m-plain", "150m-paper"])
+    parser.add_argument("--limit", type=int, help="documents of each exam at most")
+    parser.add_argument("--answers-at-once", type=int, default=256)
+    parser.add_argument("--out", type=Path, help="folder for the results; benchmarks/results by default")
+    arguments = parser.parse_args()
+    numbers: dict[str, Any] = {"dtype": "bfloat16", "answers_at_once": arguments.answers_at_once, "models": {}}
+    for name in arguments.models:
+        torch.manual_seed(0)
+        with tempfile.TemporaryDirectory() as folder:
+            with torch.device(arguments.device):
+                model = Thoughtbubbles(ModelConfig.named(name)).eval()
+            found: dict[str, Any] = {"largest_difference_in_float32": check(model, arguments.data_dir)}
+            save_model(Path(folder), model, tokenizer=tokenizer("gpt2"))
+            del model
+            common: dict[str, Any] = {"limit": arguments.limit, "out": Path(folder) / "out"}
+            found["choices"] = sit(Path(folder), arguments.data_dir, CHOICES, arguments.device, **common)
+            if name != "150m-paper":  # block selection writes without a cache, which no bar is about
+                graphs = {"compile": arguments.device == "cuda", "answers_at_once": arguments.answers_at_once}
+                found["gsm8k"] = sit(Path(folder), arguments.data_dir, ("gsm8k",), arguments.device, **common, **graphs)
+        numbers["models"][name] = found
+        path = write_results("evals", arguments.device, numbers, to=arguments.out)
+    print(path.read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The documents of an exam, from a folder of JSON lines: NAME.jsonl, packed with gzip (.gz) or xz (.xz) or not at all.
+
+The folder is the one given, or its folder `eval`. Lines that are no part of the exam are passed over; a line that is
+damaged is an error that tells its number.
+"""
+
+import gzip
+import json
+import lzma
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from thoughtbubbles.evals.tasks.task import Choices, Question, Task
+
+VARIABLE = "THOUGHTBUBBLES_DATA"
+OPENERS: dict[str, Callable[..., IO[str]]] = {".jsonl": open, ".jsonl.gz": gzip.open, ".jsonl.xz": lzma.open}
+
+
+class Exam(NamedTuple):
+    task: Task
+    documents: dict[int, Choices | Question]  # by their number in the exam
+    checksum: int  # of everything that is asked
+
+
+def data_folder(given: Path | None) -> Path:
+    """`--data-dir`, or what the environment says."""
+    named = os.environ.get(VARIABLE) if given is None else str(given)
+    if not named:
+        raise ValueError(
+            f"--data-dir is missing: give the folder with the exams, files such as hellaswag.validation.jsonl.gz, or "
+            f"name it in the environment as {VARIABLE}"
+        )
+    folder = Path(named)
+    if not folder.is_dir():
+        raise ValueError(f"--data-dir {folder}: there is no such folder")
+    return folder
+
+
+def open_exam(task: Task, folder: Path, *, limit: int | None = None) -> Exam:
+    """All documents, or `limit` of them, evenly spread."""
+    every = [document for path in find_files(task, folder) for document in _read(task, path)]
+    if not every:
+        raise ValueError(f"{task.name}: its files in {folder} hold no document of the exam; is this the right file?")
+    n = len(every) if limit is None else min(limit, len(every))
+    chosen = {index: every[index] for index in (i * len(every) // n for i in range(n))}
+    return Exam(task, chosen, zlib.crc32(repr(list(chosen.items())).encode()))
+
+
+def find_files(task: Task, folder: Path) -> list[Path]:
+    for place in (folder, folder / "eval"):
+        found = {suffix: sorted(place.glob(task.file + suffix)) for suffix in OPENERS}
+        if any(found.values()):
+            return next(filter(None, found.values()))
+    one = task.file.replace("*", "NAME")
+    raise ValueError(
+        f"{task.name}: {folder} has no {one}.jsonl (.gz or .xz): get the set from {task.home} and write it there, "
+        f"one JSON object a line with the fields {task.fields}"
+    )
+
+
+def _read(task: Task, path: Path) -> Iterator[Choices | Question]:
+    suffix = next(s for s in sorted(OPENERS, key=len, reverse=True) if path.name.endswith(s))
+    number = 0
+    try:
+        with OPENERS[suffix](path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                number += 1
+                if line.strip() and (document := _document(task, line)) is not None:
+                    yield document
+    except KeyError as error:
+        raise ValueError(f"{path}, line {number}: the field {error} is missing; a line has {task.fields}") from None
+    except (ValueError, TypeError) as error:  # of JSON and of UTF-8 too
+        raise ValueError(f"{path}, line {number}: {error}") from None
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise ValueError(f"{path}, behind line {number}: cannot be unpacked ({error}); fetch it again") from None
+
+
+def _document(task: Task, line: str) -> Choices | Question | None:
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError(f"a JSON {type(record).__name__} instead of an object with {task.fields}")
+    return task.document(record)

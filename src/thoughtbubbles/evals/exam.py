@@ -1,0 +1,133 @@
+"""A model sits an exam: every document that has no answer yet gets one.
+
+Choices become likelihoods, batched by length over all documents together. Free answers are written greedily, in batches
+through the cache; block selection has no exact cache, so there every row is read anew for every token, unless told
+otherwise.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from thoughtbubbles.data.tokenizer import Tokenizer
+from thoughtbubbles.evals.likelihood import Likelihood, each_likelihood, encode_choices
+from thoughtbubbles.evals.marks import Answer, mark
+from thoughtbubbles.evals.tasks.task import Choices, Question, Task
+from thoughtbubbles.generate.requests import Completion, Method, Request, generate
+from thoughtbubbles.generate.sample import Sampling
+from thoughtbubbles.model.budget import Number
+from thoughtbubbles.model.transformer import Thoughtbubbles
+
+Keep = Callable[[int, Answer], object]
+Report = Callable[[float], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """How an exam is sat."""
+
+    budget: Number | None = None
+    """Streams per token in place of the model's own."""
+    batch_tokens: int | None = None
+    """Tokens of a batch, padding included; by default what the device takes easily."""
+    answers_at_once: int = 32
+    """Free answers in a batch."""
+    method: Method | None = None
+    """How free answers are written; by default whichever is exact for the model."""
+    compiled: bool = False
+    """Steps as CUDA graphs."""
+
+
+def sit(
+    model: Thoughtbubbles,
+    tokenizer: Tokenizer,
+    task: Task,
+    documents: Mapping[int, Choices | Question],
+    conditions: Conditions = Conditions(),  # noqa: B008 (frozen)
+    *,
+    keep: Keep,
+    report: Report = lambda share: None,
+) -> None:
+    """`keep` is given each answer as soon as it is there, in no particular order."""
+    choices = {number: document for number, document in documents.items() if isinstance(document, Choices)}
+    questions = {number: document for number, document in documents.items() if isinstance(document, Question)}
+    if choices:
+        _choose(model, tokenizer, choices, conditions, keep=keep, report=report)
+    if questions:
+        _write(model, tokenizer, task, questions, conditions, keep=keep, report=report)
+
+
+def _choose(
+    model: Thoughtbubbles,
+    tokenizer: Tokenizer,
+    documents: Mapping[int, Choices],
+    conditions: Conditions,
+    *,
+    keep: Keep,
+    report: Report,
+) -> None:
+    queries, owners = [], []
+    for number, document in documents.items():
+        encoded = encode_choices(tokenizer, document.context, document.choices)
+        queries += encoded
+        owners += [(number, place) for place in range(len(encoded))]
+    waiting: dict[int, dict[int, Likelihood]] = {number: {} for number in documents}
+    done = 0
+    for index, likelihood in each_likelihood(
+        model,
+        queries,
+        vocab_size=tokenizer.size,
+        budget=conditions.budget,
+        batch_tokens=conditions.batch_tokens,
+    ):
+        number, place = owners[index]
+        found, document = waiting[number], documents[number]
+        found[place], done = likelihood, done + 1
+        if len(found) == len(document.choices):
+            keep(number, mark(document, [found[i] for i in range(len(found))]))
+            del waiting[number]
+        report(done / len(queries))
+
+
+def _write(
+    model: Thoughtbubbles,
+    tokenizer: Tokenizer,
+    task: Task,
+    documents: Mapping[int, Question],
+    conditions: Conditions,
+    *,
+    keep: Keep,
+    report: Report,
+) -> None:
+    block_size = model.config.block_size
+    room = min(task.max_new, (block_size + 1) // 2)  # at least half of the block is the prompt's, if it needs it
+    numbers, requests, cut, done = list(documents), [], [], 0
+    for document in documents.values():
+        ids = tokenizer.encode(document.prompt)
+        cut.append(max(0, len(ids) - (block_size - room)))
+        requests.append(
+            Request(
+                prompt=ids[cut[-1] :],
+                max_new=min(task.max_new, block_size - len(ids) + cut[-1]),
+                budget=conditions.budget,
+                sampling=Sampling(temperature=0),
+            )
+        )
+
+    def finished(index: int, completion: Completion) -> None:
+        nonlocal done
+        done += 1
+        document, text = documents[numbers[index]], completion.text or ""
+        right = {"accuracy": float(task.is_right(text, document.answer))}
+        keep(numbers[index], Answer(scores=right, groups=document.groups, truncated=cut[index], text=text))
+        report(done / len(requests))
+
+    generate(
+        model,
+        requests,
+        tokenizer=tokenizer,
+        method=conditions.method,
+        budget_mode=None if model.config.selection == "causal" else "proportional",
+        batch_size=conditions.answers_at_once,
+        compiled=conditions.compiled,
+        finished=finished,
+    )

@@ -1,0 +1,115 @@
+"""From answers to numbers.
+
+A document with choices is marked four ways, each of which names the choice that it finds best (the first of equals):
+
+    accuracy            the lowest mean loss a token, which is the paper's way and the headline of every task
+    accuracy_sum        the lowest loss in all: lm-evaluation-harness's `acc`
+    accuracy_character  the lowest loss a character: its `acc_norm`
+    accuracy_byte       the lowest loss a byte of UTF-8: its `acc_bytes`
+
+A single choice (LAMBADA's last word) is right if every token of it is the likeliest one; `nats` is its loss.
+± is the standard error of a mean over documents, with the sample's own spread.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from thoughtbubbles.evals.likelihood import Likelihood
+from thoughtbubbles.evals.tasks.task import Choices, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Of one document: its marks, and what they were made from."""
+
+    scores: dict[str, float]
+    groups: dict[str, str] = field(default_factory=dict)
+    truncated: int = 0
+    """Tokens cut off on the left: of the prompt, or of the most shortened choice's context."""
+    log_probs: list[float] = field(default_factory=list)
+    """Of each choice, in nats."""
+    tokens: list[int] = field(default_factory=list)
+    """Of each choice."""
+    text: str | None = None
+    """A free answer."""
+
+
+def mark(document: Choices, found: Sequence[Likelihood]) -> Answer:
+    return Answer(
+        scores=scores(document, found),
+        groups=document.groups,
+        truncated=max(likelihood.truncated for likelihood in found),
+        log_probs=[likelihood.log_prob for likelihood in found],
+        tokens=[likelihood.n_tokens for likelihood in found],
+    )
+
+
+def scores(document: Choices, found: Sequence[Likelihood]) -> dict[str, float]:
+    if len(found) == 1:
+        return {"accuracy": float(found[0].greedy), "nats": -found[0].log_prob}
+    bare = [choice.removeprefix(" ") for choice in document.choices]
+    sums = [likelihood.log_prob for likelihood in found]
+    ways = {
+        "accuracy": [likelihood.n_tokens for likelihood in found],
+        "accuracy_sum": [1 for _ in bare],
+        "accuracy_character": [len(text) for text in bare],
+        "accuracy_byte": [len(text.encode()) for text in bare],
+    }
+    return {way: float(_best(sums, sizes) == document.gold) for way, sizes in ways.items()}
+
+
+def _best(sums: Sequence[float], sizes: Sequence[int]) -> int:
+    means = [total / max(size, 1) for total, size in zip(sums, sizes, strict=True)]
+    return means.index(max(means))
+
+
+def summary(task: Task, answers: Sequence[Answer]) -> dict[str, Any]:
+    """All numbers of an exam, for JSON."""
+    names = sorted({name for answer in answers for name in answer.groups})
+    cut = [answer.truncated for answer in answers if answer.truncated]
+    return {
+        "version": task.version,
+        "title": task.title,
+        "documents": len(answers),
+        "truncated": {"documents": len(cut), "tokens": sum(cut)},
+        **means(answers),
+        "chance": chance(answers),
+        **({"by": {name: _by(name, answers) for name in names}} if names else {}),
+    }
+
+
+def means(answers: Sequence[Answer]) -> dict[str, Any]:
+    found = {}
+    for name in answers[0].scores:
+        mean, error = mean_and_error([answer.scores[name] for answer in answers])
+        found[name] = {"mean": mean, "standard_error": error}
+        if name == "nats":
+            perplexity = math.exp(min(mean, 700.0))
+            found["perplexity"] = {"mean": perplexity, "standard_error": error and perplexity * error}
+    return found
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    mean, n = math.fsum(values) / len(values), len(values)
+    if n < 2:
+        return mean, None
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+
+
+def _by(name: str, answers: Sequence[Answer]) -> dict[str, Any]:
+    parts: dict[str, list[Answer]] = {}
+    for answer in answers:
+        parts.setdefault(answer.groups[name], []).append(answer)
+    in_order = sorted(parts, key=lambda part: (len(part), part) if part.isdecimal() else (0, part))
+    return {
+        part: {"documents": len(parts[part]), **means(parts[part]), "chance": chance(parts[part])} for part in in_order
+    }
+
+
+def chance(answers: Sequence[Answer]) -> float | None:
+    """The accuracy of a blind guess; None where nothing can be guessed."""
+    if any(len(answer.tokens) < 2 for answer in answers):
+        return None
+    return math.fsum(1 / len(answer.tokens) for answer in answers) / len(answers)

@@ -1,0 +1,96 @@
+"""What an evaluation shows a person: tables and figures, made from what results.json holds."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from thoughtbubbles.evals.figures import draw_exams, draw_perplexity
+from thoughtbubbles.evals.perplexity import remarks, table_of
+
+FEW = 12  # groups that a table shows one by one
+WAYS = {
+    "accuracy": "accuracy",
+    "accuracy_sum": "by sum",
+    "accuracy_character": "a character",
+    "accuracy_byte": "a byte",
+}
+
+
+def show(results: dict[str, Any], path: Path) -> None:
+    rule = "no forks"
+    if results["selection"] is not None:
+        rule = f"{results['selection']} selection, r = {results['budget']}"
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    exams = {name: found for name, found in results["tasks"].items() if name != "perplexity"}
+    drawn = []
+    if "perplexity" in results["tasks"]:
+        console.print(table_of(results["tasks"]["perplexity"], title=rule))
+        for line in remarks(results["tasks"]["perplexity"]):
+            console.print(line, soft_wrap=True)
+        drawn.append(draw_perplexity(path))
+    if exams:
+        console.print(exam_table(exams, title=f"{rule}, proportional budget" if results["selection"] else rule))
+        for line in exam_remarks(exams):
+            console.print(line, soft_wrap=True, markup=False)
+        drawn += draw_exams(path)
+    figures = [str(figure) for figure in drawn if figure]
+    named = f" and {', '.join(figures)}" if figures else "; for figures, pip install 'thoughtbubbles[analysis]'"
+    console.print(f"Written: {path}{named}", soft_wrap=True, markup=False)
+
+
+def exam_table(exams: dict[str, Any], *, title: str) -> Table:
+    table = Table(title=title)
+    table.add_column("")
+    for heading in ("documents", *WAYS.values(), "chance", "documents/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for found in exams.values():
+        _add(table, found["title"], found, found["documents_per_second"])
+        for group, parts in found.get("by", {}).items():
+            if len(parts) <= FEW:
+                for name, part in parts.items():
+                    _add(table, f"  {group}: {name}", part, None)
+    return table
+
+
+def _add(table: Table, title: str, found: dict[str, Any], rate: float | None) -> None:
+    ways = [percent(found[way]) if way in found else "" for way in WAYS]
+    chance = f"{found['chance']:.1%}" if found.get("chance") is not None else ""
+    table.add_row(title, f"{found['documents']:,}", *ways, chance, "" if rate is None else f"{rate:,.1f}")
+
+
+def percent(value: dict[str, Any]) -> str:
+    error = value["standard_error"]
+    return f"{100 * value['mean']:.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
+
+
+def exam_remarks(exams: dict[str, Any]) -> list[str]:
+    """What the table does not say, in words."""
+    lines = []
+    for found in exams.values():
+        if "perplexity" in found:
+            error = found["perplexity"]["standard_error"]
+            plus_minus = "" if error is None else f" ± {error:,.2f}"
+            lines.append(
+                f"{found['title']}: perplexity of the last word {found['perplexity']['mean']:,.2f}{plus_minus}."
+            )
+        for group, parts in found.get("by", {}).items():
+            if len(parts) > FEW:
+                ranked = sorted(parts, key=lambda name: parts[name]["accuracy"]["mean"])
+                low, high = (f"{name} {parts[name]['accuracy']['mean']:.1%}" for name in (ranked[0], ranked[-1]))
+                lines.append(f"{found['title']} by {group}: from {low} to {high}; all {len(parts)} in results.json.")
+        cut = found["truncated"]
+        if cut["documents"]:
+            lines.append(
+                f"{found['title']}: {cut['documents']:,} of {found['documents']:,} documents were longer than the "
+                f"model's block and lost {cut['tokens']:,} tokens on the left."
+            )
+    if any("accuracy_sum" in found for found in exams.values()):
+        lines.append(
+            "Accuracy in percent ± standard error. accuracy: the choice of the lowest mean loss a token (the paper's); "
+            "by sum: of the lowest loss in all (lm-evaluation-harness's acc); a character: its acc_norm; a byte: its "
+            "acc_bytes."
+        )
+    return lines

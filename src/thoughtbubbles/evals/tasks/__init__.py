@@ -1,0 +1,19 @@
+"""The exams, by name. One file each; data/records.py is the home of the formats that training and exams share."""
+
+from thoughtbubbles.evals.tasks.arc import ARC_CHALLENGE, ARC_EASY
+from thoughtbubbles.evals.tasks.blimp import BLIMP
+from thoughtbubbles.evals.tasks.clutrr import CLUTRR
+from thoughtbubbles.evals.tasks.gsm8k import GSM8K
+from thoughtbubbles.evals.tasks.hellaswag import HELLASWAG
+from thoughtbubbles.evals.tasks.lambada import LAMBADA
+from thoughtbubbles.evals.tasks.mmlu import MMLU, MMLU_CONTINUATION
+from thoughtbubbles.evals.tasks.piqa import PIQA
+from thoughtbubbles.evals.tasks.task import Task
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        *(LAMBADA, HELLASWAG, BLIMP, PIQA, ARC_EASY, ARC_CHALLENGE),
+        *(MMLU, MMLU_CONTINUATION, CLUTRR, GSM8K),
+    )
+}

@@ -1,0 +1,46 @@
+"""GSM8K: school mathematics, answered freely (zero-shot chain of thought, greedy).
+
+    prompt    "{question}⏎", the form in which training sees such questions (data/records.py)
+
+Right is an answer whose last number is that behind "####" in the set's own answer. Numbers are compared as numbers:
+"1,000", "$1000" and "1000.0" are one.
+"""
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+from thoughtbubbles.data.records import question_prompt
+from thoughtbubbles.evals.tasks.task import Question, Task, text_of
+
+NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+
+
+def document(record: Mapping[str, Any]) -> Question:
+    answer = text_of(record, "answer").rpartition("####")[2].strip()
+    if last_number(answer) is None:
+        raise ValueError(f"answer ends in {answer!r}: it must end in #### and a number")
+    return Question(question_prompt(text_of(record, "question")), answer)
+
+
+def last_number(text: str) -> Decimal | None:
+    found = NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def is_right(text: str, answer: str) -> bool:
+    return last_number(text) == last_number(answer)
+
+
+GSM8K = Task(
+    name="gsm8k",
+    version=1,
+    title="GSM8K",
+    file="gsm8k.test",
+    home="https://huggingface.co/datasets/openai/gsm8k",
+    fields="question, answer (ending in #### and a number)",
+    document=document,
+    max_new=256,
+    is_right=is_right,
+)

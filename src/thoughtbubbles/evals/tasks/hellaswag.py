@@ -1,0 +1,37 @@
+"""HellaSwag: which of four endings follows?
+
+    context   "{activity_label}: {ctx_a} {Ctx_b}"       continuation   a space and an ending
+
+Ctx_b begins with a capital and goes on in small letters; both texts are cleaned of the marks that the WikiHow part has
+("[header]", "[title]", "[step]"), in the order in which lm-evaluation-harness does it.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from thoughtbubbles.evals.tasks.task import Choices, Task, place_of, spaced, text_of, texts_of
+
+MARK = re.compile(r"\[.*?\]")
+
+
+def cleaned(text: str) -> str:
+    return MARK.sub("", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def document(record: Mapping[str, Any]) -> Choices:
+    label, first, second = (text_of(record, name) for name in ("activity_label", "ctx_a", "ctx_b"))
+    endings = [cleaned(ending) for ending in texts_of(record, "endings")]
+    context = cleaned(f"{label}: {first} {second.capitalize()}")
+    return Choices(context, spaced(endings), place_of(record, "label", len(endings)))
+
+
+HELLASWAG = Task(
+    name="hellaswag",
+    version=1,
+    title="HellaSwag",
+    file="hellaswag.validation",
+    home="https://huggingface.co/datasets/Rowan/hellaswag",
+    fields="activity_label, ctx_a, ctx_b, endings, label (0 to 3)",
+    document=document,
+)

@@ -1,0 +1,58 @@
+"""What perplexity is measured on: windows of held-out text as training has them."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from thoughtbubbles.data.loader import HeldOut, Source
+from thoughtbubbles.data.tokenizer import Tokenizer
+from thoughtbubbles.evals.autoregressive import Windows
+from thoughtbubbles.evals.settings import Evaluation
+from thoughtbubbles.model.config import ModelConfig
+
+
+def windows_for(settings: Evaluation, config: ModelConfig, tokenizer: Tokenizer) -> Windows:
+    """Evenly spread over the split."""
+    n_tokens = config.block_size if settings.tokens is None else settings.tokens
+    if n_tokens > config.block_size:
+        raise ValueError(
+            f"--tokens {n_tokens}: the model reads at most block_size = {config.block_size} tokens; give no more"
+        )
+    source = Source(_data_folder(settings.data))
+    held_out = HeldOut([source], rows=1, n_tokens=n_tokens, split=settings.split)
+    if held_out.tokenizer != tokenizer.name:
+        raise ValueError(
+            f"--data {source.path}: made with tokenizer {held_out.tokenizer!r}, but the model has learned the ids of "
+            f"{tokenizer.name!r}: prepare the text with --tokenizer {tokenizer.name}"
+        )
+    held_out.check_vocab(config.vocab_size)
+    n_windows = min(settings.windows, len(held_out))
+    chosen = [held_out[i * len(held_out) // n_windows] for i in range(n_windows)]
+    ids, targets, lengths = (
+        torch.from_numpy(np.concatenate([getattr(batch, name) for batch in chosen]))
+        for name in ("ids", "targets", "lengths")
+    )
+    return Windows.of(config, ids, targets=targets, lengths=lengths)
+
+
+def text_bytes(windows: Windows, tokenizer: Tokenizer) -> int:
+    """Bytes of UTF-8 that the targets spell; end-of-text spells none."""
+    targets = windows.targets[windows.counted].tolist()
+    return sum(len(tokenizer.token_bytes(token)) for token in targets if token != tokenizer.end_of_text)
+
+
+def _data_folder(data: Path | None) -> Path:
+    if data is None:
+        raise ValueError(
+            "--data is missing: perplexity needs held-out text; give a folder that `thoughtbubbles prepare` wrote, or "
+            "RUN/data/synthetic of a tiny run"
+        )
+    if data.is_file():
+        remedy = (
+            f"give its folder, {data.parent}"
+            if data.suffix == ".bin"
+            else f"prepare it first: thoughtbubbles prepare {data} --out DIR, then --data DIR"
+        )
+        raise ValueError(f"--data {data} is a file: {remedy}")
+    return data

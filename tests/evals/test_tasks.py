@@ -1,0 +1,261 @@
+"""Exams: what is asked, how it is marked, and what happens to files that are missing or damaged."""
+
+import gzip
+import json
+import lzma
+import math
+import os
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from thoughtbubbles.data.records import choice_answers, choices_prompt
+from thoughtbubbles.evals.documents import data_folder, find_files, open_exam
+from thoughtbubbles.evals.likelihood import Likelihood
+from thoughtbubbles.evals.marks import Answer, mark, mean_and_error, scores, summary
+from thoughtbubbles.evals.settings import NAMES, SUITES, Evaluation
+from thoughtbubbles.evals.tasks import TASKS
+from thoughtbubbles.evals.tasks.gsm8k import is_right, last_number
+from thoughtbubbles.evals.tasks.task import Choices
+
+RECORDS = {
+    "lambada": {"context": "He went to the sea and saw the", "target": "ship"},
+    "hellaswag": {
+        "activity_label": "Boats",
+        "ctx_a": "A man [header] sits.",
+        "ctx_b": "he Then",
+        "endings": [" rows [step] away.", "sinks  .", "sings [title] loud", "sleeps"],
+        "label": "2",
+    },
+    "blimp": {"sentence_good": "Cats sleep.", "sentence_bad": "Cats sleeps.", "UID": "agreement"},
+    "piqa": {"goal": "Open a jar", "sol1": "turn it", "sol2": "sing to it", "label": 0},
+    "arc_easy": {"question": "What is wet?", "choices": ["fire", "water", "air"], "gold": 1},
+    "arc_challenge": {"question": "What is dry?", "choices": ["sand", "rain"], "gold": "0"},
+    "mmlu": {"subject": "high_school_law", "question": " Who? ", "choices": ["a ", "b", "c", "d"], "answer": 3},
+    "clutrr": {
+        "story": "[Ann] has a son, [Bob]. [Bob] has a daughter, [Eve].",
+        "query": "('Ann', 'Eve')",
+        "target": "granddaughter",
+        "task_name": "task_1.2",
+        "split": "test",
+    },
+    "gsm8k": {"question": "How many?", "answer": "It is 3*4=<<3*4=12>>12.\n#### 1,012"},
+}
+RECORDS["mmlu_continuation"] = RECORDS["mmlu"]
+
+
+def write(folder: Path, name: str, lines: list, *, suffix: str = ".jsonl") -> Path:
+    path = folder / f"{TASKS[name].file.replace('*', 'x')}{suffix}"
+    opener = {".jsonl": open, ".jsonl.gz": gzip.open, ".jsonl.xz": lzma.open}[suffix]
+    with opener(path, "wt") as file:
+        file.writelines(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    return path
+
+
+def test_what_is_asked():
+    assert set(RECORDS) == set(TASKS) == {*NAMES} - {"perplexity"}
+    asked = {name: TASKS[name].document(record) for name, record in RECORDS.items()}
+    assert asked["lambada"][:3] == ("He went to the sea and saw the", (" ship",), 0)
+    assert asked["hellaswag"][:3] == (
+        "Boats: A man sits. He then",
+        (" rows away.", " sinks .", " sings. loud", " sleeps"),
+        2,
+    )
+    assert asked["blimp"] == ("", (" Cats sleep.", " Cats sleeps."), 0, {"set": "agreement"})
+    assert asked["piqa"][:3] == ("Question: Open a jar\nAnswer:", (" turn it", " sing to it"), 0)
+    assert asked["arc_easy"][:3] == ("Question: What is wet?\nAnswer:", (" fire", " water", " air"), 1)
+    assert asked["arc_challenge"].gold == 0
+    shown, answers = choices_prompt("Who?", "abcd"), tuple(choice_answers("abcd"))
+    assert asked["mmlu"] == (shown, answers, 3, {"subject": "high_school_law"})
+    assert asked["mmlu"].choices[3] == " D. d"
+    assert asked["mmlu_continuation"][:2] == (
+        "The following are questions (with answers) about high school law.\n\nQuestion: Who?\nAnswer:",
+        (" a ", " b", " c", " d"),
+    )
+    assert asked["clutrr"].context == "Ann has a son, Bob. Bob has a daughter, Eve. Eve is Ann's"
+    assert asked["clutrr"].choices[asked["clutrr"].gold] == " granddaughter"
+    assert asked["clutrr"].groups == {"hops": "2", "noise": "none"}
+    assert asked["gsm8k"][:2] == ("How many?\n", "1,012")
+
+
+def test_training_stories_are_no_exam():
+    assert TASKS["clutrr"].document({**RECORDS["clutrr"], "split": "train"}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("The answer is 18.", "18"),
+        ("#### 1,234", "1234"),
+        ("from 3 to -4.50 dollars", "-4.5"),
+        ("$.75", "0.75"),
+        ("12,000,000.25", "12000000.25"),
+        ("first 5, then 7,", "7"),
+        ("none", None),
+    ],
+)
+def test_the_last_number(text, number):
+    assert last_number(text) == (None if number is None else Decimal(number))
+
+
+def test_a_free_answer_is_right_by_its_last_number():
+    assert is_right("3 + 4 = 7, so $1,012.00", "1,012")
+    assert not is_right("1012 or 1013", "1,012")
+    assert not is_right("no idea", "1,012")
+
+
+def found(*sums: tuple[float, int]) -> list[Likelihood]:
+    return [Likelihood(total, n, False, 0) for total, n in sums]
+
+
+def test_four_ways_to_be_right():
+    """Each way prefers another choice: of 1, 8, 2 and 4 characters (one of three bytes) and other numbers of tokens."""
+    document = Choices("?", (" a", " bbbbbbbb", " é€", " cccc"), 0)
+    sums = found((-2.0, 1), (-8.5, 6), (-3.0, 2), (-4.4, 3))
+    best = {
+        "accuracy": 1,  # −1.42 a token
+        "accuracy_sum": 0,
+        "accuracy_character": 1,  # −1.06 a character
+        "accuracy_byte": 2,  # −0.6 a byte
+    }
+    for gold in range(4):
+        marks = scores(document._replace(gold=gold), sums)
+        assert marks == {way: float(place == gold) for way, place in best.items()}
+    equal = found((-1.0, 1), (-1.0, 1))
+    assert scores(Choices("?", (" a", " b"), 0), equal) == dict.fromkeys(best, 1.0)  # the first of equals
+
+
+def test_a_last_word():
+    word = Likelihood(-2.5, 2, True, 3)
+    answer = mark(Choices("text", (" word",), 0), [word])
+    assert answer == Answer(scores={"accuracy": 1.0, "nats": 2.5}, truncated=3, log_probs=[-2.5], tokens=[2])
+    assert mark(Choices("text", (" word",), 0), [word._replace(greedy=False)]).scores["accuracy"] == 0
+
+
+def test_means_and_standard_errors():
+    values = [1.0, 0.0, 0.0, 1.0, 1.0]
+    mean, error = mean_and_error(values)
+    assert (mean, error) == pytest.approx((0.6, np.std(values, ddof=1) / math.sqrt(5)))
+    assert mean_and_error([0.5]) == (0.5, None)
+
+
+def test_a_summary_has_parts():
+    answers = [
+        Answer(scores={"accuracy": right, "nats": 2.0}, groups={"hops": hops}, truncated=cut, tokens=[1, 1, 1, 1])
+        for right, hops, cut in ((1.0, "10", 0), (0.0, "2", 7), (1.0, "2", 5), (1.0, "3", 0))
+    ]
+    about = summary(TASKS["clutrr"], answers)
+    assert about["accuracy"]["mean"] == 0.75
+    assert about["truncated"] == {"documents": 2, "tokens": 12}
+    assert about["perplexity"]["mean"] == pytest.approx(math.exp(2))
+    assert list(about["by"]["hops"]) == ["2", "3", "10"]  # as numbers
+    assert about["by"]["hops"]["2"]["accuracy"] == {"mean": 0.5, "standard_error": pytest.approx(0.5)}
+    assert about["chance"] == 0.25
+    assert (about["documents"], about["version"], about["title"]) == (4, 1, "CLUTRR")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.xz"])
+def test_files_packed_or_not(tmp_path, suffix):
+    (tmp_path / "eval").mkdir()
+    write(tmp_path / "eval", "piqa", [RECORDS["piqa"], "", {**RECORDS["piqa"], "label": 1}], suffix=suffix)
+    exam = open_exam(TASKS["piqa"], tmp_path)
+    assert [document.gold for document in exam.documents.values()] == [0, 1]
+
+
+def test_a_part_is_spread_evenly_and_known_by_its_content(tmp_path):
+    write(tmp_path, "blimp", [{**RECORDS["blimp"], "UID": f"set {i}"} for i in range(10)])
+    few, every = (open_exam(TASKS["blimp"], tmp_path, limit=limit) for limit in (4, None))
+    assert list(few.documents) == [0, 2, 5, 7]
+    assert list(every.documents) == list(range(10))
+    assert few.documents[5].groups == {"set": "set 5"}
+    write(tmp_path, "blimp", [{**RECORDS["blimp"], "UID": f"set {i}", "sentence_bad": "!"} for i in range(10)])
+    assert open_exam(TASKS["blimp"], tmp_path, limit=4).checksum != few.checksum
+
+
+def test_all_sets_of_an_exam_count(tmp_path):
+    for name in ("one", "two"):
+        path = write(tmp_path, "clutrr", [RECORDS["clutrr"], {**RECORDS["clutrr"], "split": "train"}])
+        path.rename(tmp_path / f"clutrr.data_{name}.jsonl")
+    assert len(open_exam(TASKS["clutrr"], tmp_path).documents) == 2
+
+
+def test_a_missing_file_says_what_to_fetch(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"hellaswag: .* has no hellaswag.validation.jsonl .*get the set from https://"
+    ):
+        find_files(TASKS["hellaswag"], tmp_path)
+    with pytest.raises(ValueError, match="with the fields activity_label, ctx_a, ctx_b, endings, label"):
+        find_files(TASKS["hellaswag"], tmp_path)
+
+
+def test_the_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("THOUGHTBUBBLES_DATA", raising=False)
+    with pytest.raises(ValueError, match="--data-dir is missing: give the folder with the exams"):
+        data_folder(None)
+    with pytest.raises(ValueError, match="there is no such folder"):
+        data_folder(tmp_path / "nowhere")
+    monkeypatch.setenv("THOUGHTBUBBLES_DATA", str(tmp_path))
+    assert data_folder(None) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("piqa", '{"goal": "x"', "line 2: Expecting ',' delimiter"),
+        ("piqa", "[1]", "line 2: a JSON list instead of an object with goal, sol1, sol2, label"),
+        ("piqa", {"goal": "x"}, "line 2: the field 'sol1' is missing; a line has goal, sol1, sol2, label"),
+        ("piqa", {**RECORDS["piqa"], "label": 2}, "line 2: label is 2: it must be a number from 0 to 1"),
+        ("piqa", {**RECORDS["piqa"], "goal": 3}, "line 2: goal is 3: it must be text"),
+        ("arc_easy", {**RECORDS["arc_easy"], "gold": "B"}, "line 2: gold is 'B': it must be a number from 0 to 2"),
+        ("arc_easy", {**RECORDS["arc_easy"], "choices": "ab"}, "line 2: choices is 'ab': it must be a list"),
+        ("gsm8k", {"question": "?", "answer": "four"}, "line 2: answer ends in 'four': it must end in ####"),
+        ("clutrr", {**RECORDS["clutrr"], "query": "Ann"}, r"line 2: query is 'Ann': it must be a pair of names"),
+        ("clutrr", {**RECORDS["clutrr"], "target": "friend"}, r"line 2: target is 'friend'"),
+    ],
+)
+def test_a_damaged_line_is_told_by_its_number(tmp_path, name, line, message):
+    path = write(tmp_path, name, [RECORDS[name], line])
+    with pytest.raises(ValueError, match=rf"{path.name}, {message}"):
+        open_exam(TASKS[name], tmp_path)
+
+
+def test_a_damaged_file(tmp_path):
+    path = write(tmp_path, "piqa", [RECORDS["piqa"]] * 500, suffix=".jsonl.gz")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"cannot be unpacked .*; fetch it again"):
+        open_exam(TASKS["piqa"], tmp_path)
+    write(tmp_path, "clutrr", [{**RECORDS["clutrr"], "split": "train"}])
+    with pytest.raises(ValueError, match="hold no document of the exam"):
+        open_exam(TASKS["clutrr"], tmp_path)
+
+
+def test_names_and_suites():
+    some = {"checkpoint": Path("x")}
+    assert Evaluation(**some, tasks=("all",)).names == tuple(TASKS)
+    assert Evaluation(**some, tasks=("all",), data=Path("d")).names == ("perplexity", *TASKS)
+    assert Evaluation(**some, tasks=("piqa", "zero-shot")).names[:2] == ("piqa", "lambada")
+    assert len(SUITES["zero-shot"]) == 6
+    for wrong, hint in (("helaswag", "did you mean hellaswag"), ("arc-easy", "did you mean arc_easy"), ("x", "choose")):
+        with pytest.raises(ValueError, match=f"--tasks {wrong}: there is no such task; {hint}"):
+            Evaluation(**some, tasks=(wrong,))
+    with pytest.raises(ValueError, match="--limit 0: give 1 or more"):
+        Evaluation(**some, limit=0)
+
+
+COUNTS = {"lambada": 5153, "hellaswag": 10042, "blimp": 67000, "piqa": 1838, "arc_easy": 2376, "arc_challenge": 1172}
+COUNTS |= {"mmlu": 14042, "mmlu_continuation": 14042, "clutrr": 3977, "gsm8k": 1319}
+
+
+@pytest.mark.slow
+@pytest.mark.data
+@pytest.mark.skipif("THOUGHTBUBBLES_DATA" not in os.environ, reason="THOUGHTBUBBLES_DATA names no folder of real sets")
+@pytest.mark.parametrize("name", TASKS)
+def test_the_real_sets_are_read_whole(name):
+    exam = open_exam(TASKS[name], Path(os.environ["THOUGHTBUBBLES_DATA"]))
+    assert len(exam.documents) == COUNTS[name]
+    groups = {"blimp": ("set", 67), "mmlu": ("subject", 57), "clutrr": ("hops", 9)}
+    if name in groups:
+        key, n = groups[name]
+        assert len({document.groups[key] for document in exam.documents.values()}) == n

@@ -1,0 +1,472 @@
+"""Checkpoints of the authors' JAX code: every array finds its place, and the model computes what that code does."""
+
+import json
+import math
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import authors_reference
+import numpy as np
+import pytest
+import torch
+from authors_reference import random_tree
+from safetensors.torch import save_file
+
+from helpers import (
+    ORACLE_GRADIENT,
+    ORACLE_OUTPUT,
+    SAME_FUNCTION,
+    SAME_ROW,
+    lively_model,
+    random_ids,
+    small_config,
+)
+from thoughtbubbles.checkpoint import load_folder_tokenizer, save_model
+from thoughtbubbles.cli import main
+from thoughtbubbles.generate.decode import decode_step, prefill, recompute
+from thoughtbubbles.interop.authors import budget_for, import_model
+from thoughtbubbles.model.budget import Budget
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.selection import FINE_LEVELS, LEVELS
+from thoughtbubbles.model.transformer import Thoughtbubbles
+
+PLAN = ["regular", "regular", "fork", "regular", "regular", "fork", "regular", "regular", "fork", "regular"]
+WIDTH, HEADS, VOCABULARY, TOKENS = 12, 3, 23, 8
+
+
+def tree_of(plan=PLAN, **options):
+    return random_tree(plan, width=WIDTH, vocab_size=VOCABULARY, **options)
+
+
+def imported(tree, **options):
+    return import_model(tree, **{"heads": HEADS, "block_size": TOKENS, "budget": 2, **options})
+
+
+def settings(**changes):
+    """What their trainer keeps beside a checkpoint, as far as a model is concerned."""
+    found = {"n_head": HEADS, "n_embd": WIDTH, "vocab_size": VOCABULARY, "plan": PLAN, "bias": True, "dropout": 0.0}
+    found |= {"block_size": TOKENS, "max_block_size": 2 * TOKENS, "averaging_method": "residual", "lr": 2.5e-4}
+    return json.dumps({"config": {**found, **changes}, "steps": 40, "score": 0.3, "wandb": None})
+
+
+def rows_of_ids(rows, *, tokens=TOKENS, seed=1):
+    return torch.randint(VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_array_is_used_exactly_once():
+    """Found again by its numbers alone: no two arrays share any."""
+    tree = tree_of()
+    model = imported(tree)
+    theirs = {tuple(array.flatten().sort().values.tolist()): name for name, array in tree.items()}
+    ours = [tuple(weight.flatten().sort().values.tolist()) for weight in model.state_dict().values()]
+    assert len(theirs) == len(tree) == len(ours)
+    assert Counter(ours) == Counter(theirs.keys())
+
+
+def test_what_the_arrays_tell():
+    config = imported(tree_of()).config
+    assert config.fork_layers == (2, 5, 8)
+    assert (config.n_layer, config.width, config.vocab_size, config.budget) == (10, WIDTH, VOCABULARY, 2)
+    assert (config.selection, config.merge, config.budget_mode) == ("block", "residual", "proportional")
+    assert config.authors_compat
+
+
+def test_a_model_without_biases_has_zeros():
+    tree = tree_of(bias=False)
+    model = imported(tree)
+    biases = [weight for name, weight in model.state_dict().items() if name.endswith("bias")]
+    assert len(biases) == 6 * len(PLAN) + 3 + 1
+    assert not any(bias.any() for bias in biases)
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+def assert_computes_the_same(tree, ids, *, plan=PLAN, most=None, method="residual", **options):
+    """Log-probabilities and survivors of every row; returns the reference's results."""
+    model = imported(tree, **options)
+    if method == "rightmost":
+        model.config = replace(model.config, merge="original")
+    with torch.no_grad():
+        out = model(ids, want=("log_probs",), trace=True)
+    most = most or math.ceil(model.config.budget * ids.shape[1])
+    results = [authors_reference.run(tree, plan, row, heads=HEADS, most=most, method=method) for row in ids.tolist()]
+    for row, result in enumerate(results):
+        assert result.margin > 2 / FINE_LEVELS, "these weights decide nothing: another seed"
+        for record, kept in zip(out.forks, result.kept, strict=True):
+            assert record.selected[row].nonzero().flatten().tolist() == kept
+        torch.testing.assert_close(out.log_probs[row], result.log_probs, atol=ORACLE_OUTPUT, rtol=0)
+    return results
+
+
+@pytest.mark.parametrize(("seed", "budget"), [(0, 2), (1, 2), (2, 1.5), (3, 1.25), (4, 4), (5, 3), (9, 1.25)])
+def test_it_computes_what_their_code_computes(seed, budget):
+    results = assert_computes_the_same(tree_of(seed=seed), rows_of_ids(2, seed=seed), budget=budget)
+    streams = [len(kept) for result in results for kept in result.kept]
+    assert max(streams) == math.ceil(budget * TOKENS)
+
+
+def written_down():
+    """What their own code gave for these weights and ids: survivors, log-probabilities of some tokens, entropies.
+
+    Their modules at 104ce8f ran on JAX 0.10.2 with every dtype set to float64, the attention's softmax included, and
+    without the 1e-10 that they add to a bubble's size, which float32 does not notice.
+    """
+    return json.loads(Path(__file__).with_name("authors_golden.json").read_text())
+
+
+@pytest.mark.parametrize("case", written_down(), ids=lambda case: f"seed {case['seed']}, {case['streams']} streams")
+def test_it_computes_what_their_code_computed(case):
+    tree, ids = tree_of(seed=case["seed"]), torch.tensor(case["ids"])
+    model = imported(tree, budget=budget_for(case["streams"], block_size=TOKENS))
+    model.config = replace(model.config, merge={"residual": "residual", "rightmost": "original"}[case["method"]])
+    with torch.no_grad():
+        out = model(ids, want=("log_probs",), trace=True)
+    for record, kept in zip(out.forks, case["kept"], strict=True):
+        assert [row.nonzero().flatten().tolist() for row in record.selected] == kept
+    found = out.log_probs.gather(-1, ids.roll(-1, 1)[..., None])[..., 0]
+    exact = {"dtype": torch.float64}
+    torch.testing.assert_close(found, torch.tensor(case["log_probs"], **exact), atol=ORACLE_OUTPUT, rtol=0)
+    entropy = -(out.log_probs.exp() * out.log_probs).sum(-1)
+    torch.testing.assert_close(entropy, torch.tensor(case["entropy"], **exact), atol=ORACLE_OUTPUT, rtol=0)
+
+
+def test_scores_closer_than_our_steps_are_told_apart():
+    """Two scores within 1/4096 of each other, where the choice falls between them."""
+    tree, ids = tree_of(seed=9), rows_of_ids(1, seed=9)
+    (result,) = assert_computes_the_same(tree, ids, budget=1.25)
+    assert result.margin < 1 / LEVELS
+
+
+def test_other_plans():
+    for plan in (["fork"], ["fork", "fork"], ["regular", "fork"], ["regular", "regular"]):
+        assert_computes_the_same(tree_of(plan, seed=3), rows_of_ids(1, seed=5), plan=plan, budget=1.5)
+
+
+def test_without_biases():
+    assert_computes_the_same(tree_of(bias=False, seed=2), rows_of_ids(1))
+
+
+def test_the_rightmost_stream_alone():
+    assert_computes_the_same(tree_of(seed=1), rows_of_ids(1), method="rightmost")
+
+
+def test_a_budget_of_the_full_block_in_a_shorter_row():
+    """As their code had it at that commit: max_block_size streams, however few tokens."""
+    ids = rows_of_ids(2, tokens=5, seed=7)
+    assert_computes_the_same(tree_of(seed=3), ids, budget=1.5, budget_mode="fixed", most=12)
+
+
+def test_the_gradient_is_theirs():
+    tree = tree_of(seed=5)
+    model, ids = imported(tree, budget=1.5), rows_of_ids(1, seed=3)
+    model(ids[:, :-1], targets=ids[:, 1:]).loss.backward()
+    leaves = {name: array.clone().requires_grad_() for name, array in tree.items()}
+    result = authors_reference.run(leaves, PLAN, ids[0, :-1].tolist(), heads=HEADS, most=11)
+    (-result.log_probs.gather(1, ids[0, 1:, None]).mean()).backward()
+    gradients = imported({name: leaf.grad for name, leaf in leaves.items()}).state_dict()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.any(), name
+        torch.testing.assert_close(parameter.grad, gradients[name], atol=ORACLE_GRADIENT, rtol=0, msg=name)
+
+
+def test_what_differs_from_our_own_form_is_seen():
+    """Else the switch would be tested by nothing."""
+    model = imported(tree_of(seed=1))
+    plain = Thoughtbubbles(replace(model.config, authors_compat=False)).double()
+    plain.load_state_dict(model.state_dict())
+    ids = rows_of_ids(2)
+    difference = model(ids, want=("logits",)).logits - plain(ids, want=("logits",)).logits
+    assert difference.abs().max() > 0.1
+
+
+# ---- everything a model does ----------------------------------------------------------------------------------------
+
+
+def test_both_attention_paths_agree():
+    model, ids = imported(tree_of(seed=2)), rows_of_ids(2)
+    fused = model(ids, want=("logits",)).logits
+    traced = model(ids, want=("logits",), trace="attention")
+    torch.testing.assert_close(traced.logits, fused, atol=SAME_FUNCTION, rtol=0)
+    assert len(traced.attention) == len(PLAN)
+
+
+@pytest.mark.parametrize("selection", ["block", "causal"])
+def test_a_padded_row_is_what_it_is_alone(selection):
+    model, ids = imported(tree_of(seed=4), budget=1.5), rows_of_ids(3)
+    lengths = [8, 3, 1]
+    together = model(ids, lengths=lengths, selection=selection, want=("log_probs", "next_logits"))
+    for row, n in enumerate(lengths):
+        alone = model(ids[row : row + 1, :n], selection=selection, want=("log_probs", "next_logits"))
+        torch.testing.assert_close(together.log_probs[row, :n], alone.log_probs[0], atol=SAME_ROW, rtol=0)
+        torch.testing.assert_close(together.next_logits[row], alone.next_logits[0], atol=SAME_ROW, rtol=0)
+
+
+@pytest.mark.parametrize("merge", ["residual", "original"])
+def test_steps_through_the_cache_equal_the_parallel_forward(merge):
+    config = small_config(authors_compat=True, merge=merge, budget=1.5)
+    model, ids = lively_model(config), random_ids(config, 3, 16)
+    expected = model(ids, want=("log_probs",)).log_probs
+    prediction, cache = prefill(model, ids[:, :5])
+    for place in range(5, 16):
+        torch.testing.assert_close(prediction.logits.log_softmax(-1), expected[:, place - 1], atol=SAME_ROW, rtol=0)
+        prediction, cache = decode_step(model, cache, ids[:, place])
+    torch.testing.assert_close(prediction.logits.log_softmax(-1), expected[:, -1], atol=SAME_ROW, rtol=0)
+
+
+def test_recomputing_equals_the_parallel_forward():
+    model, ids = imported(tree_of(seed=3)), rows_of_ids(2)
+    torch.testing.assert_close(recompute(model, ids).logits, model(ids, want=("logits",)).logits[:, -1])
+
+
+def test_the_folder_keeps_it(tmp_path):
+    model, ids = imported(tree_of(seed=3)), rows_of_ids(2)
+    again = Thoughtbubbles.load(save_model(tmp_path / "model", model))
+    assert again.config == model.config
+    assert torch.equal(again(ids, want=("logits",)).logits, model(ids, want=("logits",)).logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"merge": "mixture"}, r"merge = 'mixture': authors_compat = True .* set merge='residual' or 'original'"),
+        ({"gate_qk": False}, r"gate_qk = False: authors_compat = True .* set gate_qk=True"),
+        ({"gate_v": False}, r"gate_v = False"),
+        ({"gate_residual": False}, r"gate_residual = False"),
+        ({"score_scale": "one"}, r"score_scale = 'one': .* set score_scale='head'"),
+        ({"score_bias": 1.0}, r"score_bias = 1.0: .* set score_bias=None"),
+        ({"copies": 2, "fork_layers": (), "merge": "original"}, r"copies = 2: .* set copies=1"),
+        ({"authors_compat": 1}, r"authors_compat = 1: give True or False"),
+        ({"n_layer": 60, "fork_layers": tuple(range(51))}, r"fork_layers = .*50 fork layers are the most"),
+    ],
+)
+@pytest.mark.usefixtures("no_shape_checks")
+def test_forms_that_their_code_does_not_have(changes, message):
+    with pytest.raises(ValueError, match=message):
+        small_config(**{"authors_compat": True, "merge": "residual", **changes})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_no_kernel_of_ours_takes_its_place():
+    """A head size and a dtype that our kernels would take. Every candidate survives: rounding can flip nothing."""
+    config = ModelConfig(
+        n_layer=2,
+        n_head=16,
+        width=256,
+        vocab_size=512,
+        block_size=64,
+        fork_layers=(1,),
+        merge="residual",
+        authors_compat=True,
+    )
+    model, ids = Thoughtbubbles(config).double(), random_ids(config, 2, 64)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.startswith("blocks") and weight.ndim == 2:
+                weight.mul_(4)
+        ours = Thoughtbubbles(replace(config, authors_compat=False)).double()
+        ours.load_state_dict(model.state_dict())
+        exact, other = (form(ids, want=("logits",)).logits for form in (model, ours))
+        model.to("cuda", torch.bfloat16)
+        rounded = model(ids.cuda(), want=("logits",)).logits.cpu().double()
+        model.float()
+        with torch.autocast("cuda", torch.bfloat16):
+            mixed = model(ids.cuda(), want=("logits",)).logits.cpu().double()
+    for found in (rounded, mixed):
+        assert (found - exact).norm() < (other - exact).norm() / 10
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def nested(tree, *, boxed=("wte", "kernel", "fork_embedding")):
+    """As flax has it, with the boxes in which it keeps what may be split over devices."""
+    found = {}
+    for name, array in tree.items():
+        *path, last = name.split("/")
+        inside = found
+        for part in path:
+            inside = inside.setdefault(part, {})
+        inside[last] = {"value": array.numpy()} if last in boxed else array.numpy()
+    return found
+
+
+def test_every_form_of_a_tree_is_read(tmp_path):
+    tree = tree_of()
+    state = {"params": nested(tree), "opt_state": {"0": {"mu": nested(tree)}}, "step": np.zeros((), np.int32)}
+    np.savez(tmp_path / "slashes.npz", **{name: array.numpy() for name, array in tree.items()})
+    np.savez(tmp_path / "boxes.npz", **{f"params/{name}/value": array.numpy() for name, array in tree.items()})
+    save_file({name.replace("/", "."): array for name, array in tree.items()}, tmp_path / "dots.safetensors")
+    expected = imported(tree).state_dict()
+    for source in (nested(tree), {"params": nested(tree)}, state, *tmp_path.iterdir()):
+        found = imported(source).state_dict()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_folder_with_its_settings(tmp_path):
+    tree = tree_of()
+    np.savez(tmp_path / "params.npz", **{name: array.float().numpy() for name, array in tree.items()})
+    (tmp_path / "config.json").write_text(settings(max_block_size=13, averaging_method="rightmost"))
+    model = import_model(tmp_path)
+    assert model.embedding.weight.dtype == torch.float32
+    config = model.config
+    assert (config.n_head, config.block_size, config.budget, config.merge) == (HEADS, TOKENS, 1.625, "original")
+    assert import_model(tmp_path / "params.npz").config == config
+    assert import_model(tmp_path, heads=HEADS, budget=1.625, budget_mode="fixed").config.budget_mode == "fixed"
+
+
+def test_a_budget_is_never_a_stream_too_large():
+    for block_size in range(1, 60):
+        for streams in range(block_size, 3 * block_size):
+            budget = Budget.of(budget_for(streams, block_size=block_size))
+            assert budget.largest_ceil(block_size) == streams
+
+
+def test_the_command_writes_a_model_folder(tmp_path, capsys):
+    tree, ids = tree_of(seed=3), rows_of_ids(2)
+    np.savez(tmp_path / "params.npz", **{name: array.numpy() for name, array in tree.items()})
+    out = tmp_path / "model"
+    main(
+        [
+            "import",
+            str(tmp_path / "params.npz"),
+            "--out",
+            str(out),
+            "--heads",
+            "3",
+            "--block-size",
+            "8",
+            "--budget",
+            "2",
+        ]
+    )
+    assert f"written: {out}" in capsys.readouterr().out
+    model = Thoughtbubbles.load(out)
+    assert torch.equal(model(ids, want=("logits",)).logits, imported(tree)(ids, want=("logits",)).logits)
+    assert load_folder_tokenizer(out) is None
+    with pytest.raises(SystemExit, match="is not empty: give a new folder"):
+        main(["import", str(tmp_path / "params.npz"), "--out", str(tmp_path)])
+
+
+def test_gpt2s_tokenizer_comes_with_a_vocabulary_that_has_room(tmp_path):
+    tree = random_tree(["fork"], width=4, vocab_size=50304)
+    np.savez(tmp_path / "params.npz", **{name: array.float().numpy() for name, array in tree.items()})
+    (tmp_path / "config.json").write_text(settings(n_embd=4, n_head=2, vocab_size=50304, plan=["fork"]))
+    main(["import", str(tmp_path), "--out", str(tmp_path / "model")])
+    assert load_folder_tokenizer(tmp_path / "model").name == "gpt2"
+
+
+def test_an_orbax_folder(tmp_path):
+    """Their trainer's own form, where Orbax is installed."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax is not installed")
+    tree = tree_of()
+    state = {"params": nested(tree), "opt_state": {"mu": nested(tree)}, "step": np.int32(3)}
+    with ocp.StandardCheckpointer() as writer:
+        writer.save((tmp_path / "checkpoint").resolve(), state)
+    (tmp_path / "config.json").write_text(settings())
+    expected, found = imported(tree).state_dict(), import_model(tmp_path).state_dict()
+    assert all(torch.equal(found[name], expected[name].to(found[name].dtype)) for name in expected)
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_an_unknown_and_a_misshapen_array_are_named():
+    tree = tree_of()
+    kernel = tree.pop("blocks_5/mlp/c_fc/kernel")
+    with pytest.raises(ValueError, match=r"the tree does not have the layout.*: blocks_5/mlp/c_fc/kernel is missing\."):
+        imported(tree)
+    tree["blocks_5/mlp/c_fc/kernel"] = kernel.T
+    with pytest.raises(ValueError, match=r"blocks_5/mlp/c_fc/kernel has shape \(48, 12\), not \(12, 48\)"):
+        imported(tree)
+    tree["blocks_5/mlp/c_fc/kernel"] = kernel
+    tree["blocks_5/mlp/c_gate/kernel"] = kernel
+    with pytest.raises(ValueError, match=r"blocks_5/mlp/c_gate/kernel is not part of such a model"):
+        imported(tree)
+
+
+def test_a_missing_fork_part_is_named_too():
+    tree = tree_of()
+    del tree["blocks_8/fork_embedding"]
+    with pytest.raises(ValueError, match=r"blocks_8/fork_embedding is missing"):
+        imported(tree)
+
+
+def test_many_mistakes_are_counted():
+    tree = {name: array for name, array in tree_of().items() if "ln_1" not in name}
+    with pytest.raises(ValueError, match=r"blocks_0/ln_1/bias is missing; .*; and 17 more"):
+        imported(tree)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_embd": 16}, r"config.json says n_embd = 16, but wte has 12"),
+        ({"vocab_size": 50304}, r"config.json says vocab_size = 50304, but wte has 23"),
+        ({"plan": ["regular", *PLAN[1:5], "regular", *PLAN[6:]]}, r"blocks_5/fork_embedding is not part of such"),
+        ({"plan": [*PLAN, "regular"]}, r"blocks_10/attn/c_attn/bias is missing; .*and 9 more"),
+        ({"averaging_method": "logit"}, r"averaging_method = 'logit' is in no JAX code of theirs"),
+        ({"n_head": 5}, r"width = 12: make it a multiple of n_head = 5"),
+        ({"max_block_size": 4}, r"budget = 0.5 is below 1"),
+        ({"bias": False}, r"bias is not part of such a model"),
+    ],
+)
+def test_settings_that_do_not_fit_the_arrays(changes, message, tmp_path):
+    np.savez(tmp_path / "params.npz", **{name: array.numpy() for name, array in tree_of().items()})
+    (tmp_path / "config.json").write_text(settings(**changes))
+    with pytest.raises(ValueError, match=message):
+        import_model(tmp_path)
+
+
+def test_what_nobody_tells_is_asked_for(tmp_path):
+    tree = tree_of()
+    for left_out, option in (("heads", "--heads"), ("block_size", "--block-size"), ("budget", "--budget")):
+        with pytest.raises(ValueError, match=f"neither the arrays nor a config.json tell it; give {option}"):
+            imported(tree, **{left_out: None})
+    np.savez(tmp_path / "params.npz", **{name: array.numpy() for name, array in tree.items()})
+    (tmp_path / "config.json").write_text(settings())
+    with pytest.raises(ValueError, match=r"--heads 6, but config.json says 3; leave the option out"):
+        import_model(tmp_path, heads=6)
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        import_model(tmp_path / "absent")
+    with pytest.raises(ValueError, match=r"is no checkpoint of the authors' code: it has no Orbax folder checkpoint/"):
+        import_model(tmp_path)
+    (tmp_path / "notes.txt").write_text("to do")
+    with pytest.raises(ValueError, match=r"notes.txt is no \.npz or \.safetensors file"):
+        import_model(tmp_path / "notes.txt")
+    for name in ("params.npz", "params.safetensors"):
+        (tmp_path / name).write_bytes(b"not what the name says")
+        with pytest.raises(ValueError, match=f"{name} cannot be read .*: it is damaged"):
+            import_model(tmp_path / name)
+    with pytest.raises(ValueError, match=r"has no table wte .*, but embedding: see"):
+        imported({"embedding": np.zeros((3, 4))})
+    with pytest.raises(ValueError, match="wte has dtype int64: a parameter has floating-point numbers"):
+        imported({"wte": np.zeros((3, 4), np.int64)})
+    with pytest.raises(ValueError, match="has wte twice"):
+        imported({"wte": np.zeros((3, 4)), "wte/value": np.zeros((3, 4))})
+
+
+def test_a_folder_of_ours_is_not_theirs(tmp_path):
+    folder = save_model(tmp_path / "model", imported(tree_of()))
+    with pytest.raises(ValueError, match=r"config.json does not describe a run of the authors' code"):
+        import_model(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json cannot be read"):
+        import_model(folder)
+
+
+def test_an_orbax_folder_without_orbax(tmp_path, monkeypatch):
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "_METADATA").write_text("{}")
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(ValueError, match=r"Orbax is not installed: pip install orbax-checkpoint, or write params.npz"):
+        import_model(tmp_path)
