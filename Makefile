@@ -9,6 +9,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CORE := .venv/.core
 READY := .venv/.ready
+OLDEST := .venv/oldest-hf
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # One worker a core; PYTEST_ARGS="-k loss" narrows a run down.
 PYTEST := $(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
@@ -21,7 +22,7 @@ demo: $(CORE)
 test: $(READY)
 	$(PYTEST) -m "not slow"
 
-test-all: $(READY)
+test-all: $(READY) $(OLDEST)/.ready
 	$(PYTEST)
 
 check: $(READY)
@@ -46,6 +47,13 @@ $(CORE): pyproject.toml constraints.txt
 
 $(READY): $(CORE)
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+# The oldest transformers that we support and what differs for it, beside the newest: tests put it in front of the path.
+$(OLDEST)/.ready: $(READY) Makefile
+	@rm -rf $(OLDEST)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) \
+		transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
 	@touch $@
 
 clean:

@@ -85,7 +85,7 @@ def test_inspect_tells_the_bytes_of_the_decoding_cache():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fly"], "no verb 'fly'; choose from: bench, demo, eval, generate, inspect"),
+        (["fly"], "no verb 'fly'; choose from: bench, demo, eval, export, generate"),
         (["inspect", "huge"], "thoughtbubbles inspect: no model is named 'huge'"),
         (["inspect", "nano", "--budgets", "0.5"], "budget = 0.5 is below 1"),
         (["inspect", "nano", "--tokens", "99"], "--tokens 99: a row of nano has from 1 to 32 tokens"),

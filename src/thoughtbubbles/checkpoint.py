@@ -1,7 +1,8 @@
 """The one on-disk form of a model: a folder that any user opens, Hugging Face's tools included.
 
     config.json           every field of ModelConfig, with `model_type` and `architectures`
-    model.safetensors     the weights by name; the output table is the embedding, so it is stored once
+    model.safetensors     the weights by name; the output table is the embedding, so it is stored once. Hugging Face
+                          may have split it into several files, which an index beside them lists
     tokenizer.json, …     the tokenizer beside them, where the model has one
 
 Nothing here is ever unpickled. Folders and files appear under their names only when they are whole.
@@ -27,6 +28,7 @@ from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 CONFIG, WEIGHTS, MANIFEST = "config.json", "model.safetensors", "manifest.json"
+INDEX = "model.safetensors.index.json"
 CHUNK_BYTES = 1 << 24
 
 
@@ -60,13 +62,19 @@ def write_model(
         "dtype": str(dtype).removeprefix("torch."),
         "tie_word_embeddings": True,
         "thoughtbubbles_version": __version__,
-        **({} if tokenizer is None else {"eos_token_id": tokenizer.end_of_text, "bos_token_id": tokenizer.end_of_text}),
+        **({} if tokenizer is None else ids_of(tokenizer)),
         **asdict(config),
     }
     write_json(folder / CONFIG, described)
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / WEIGHTS, {"format": "pt"})
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
+
+
+def ids_of(tokenizer: Tokenizer) -> dict[str, int]:
+    """What Hugging Face's `generate` must know: where a text ends, what fills a row, which ids mean something."""
+    end = tokenizer.end_of_text
+    return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "n_ids": tokenizer.size}
 
 
 def load_model(
@@ -94,7 +102,7 @@ def find_model(path: str | Path) -> Path:
     path = Path(path)
     choices = [path, path / "model", *(step / "model" for step in reversed(checkpoints(path)))]
     for folder in choices:
-        if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
+        if (folder / CONFIG).is_file() and any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
             return folder
     what = "does not exist" if not path.exists() else f"has no {CONFIG} with {WEIGHTS}, and no checkpoint that has them"
     raise ValueError(f"{path} {what}: give a model folder, a checkpoint of a run, or a run's folder")
@@ -124,12 +132,26 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    path = folder / WEIGHTS
+    weights: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it has keys only)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} cannot be read ({error}): it is damaged, take another checkpoint") from None
+    return weights
+
+
+def weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping: it has keys only)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): it is damaged, take another checkpoint") from None
+        places = json.loads((folder / INDEX).read_text())["weight_map"]
+        return [folder / Path(name).name for name in sorted(set(places.values()))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{folder / INDEX} cannot be read ({error!r}): it is damaged, take another checkpoint"
+        ) from None
 
 
 def check_weights(folder: Path, weights: Mapping[str, Tensor], model: Thoughtbubbles) -> None:

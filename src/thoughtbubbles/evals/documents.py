@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from thoughtbubbles.evals.tasks.task import Choices, Question, Task
 
@@ -62,24 +62,35 @@ def find_files(task: Task, folder: Path) -> list[Path]:
 
 
 def _read(task: Task, path: Path) -> Iterator[Choices | Question]:
-    suffix = next(s for s in sorted(OPENERS, key=len, reverse=True) if path.name.endswith(s))
+    for number, record in records(path):
+        try:
+            document = task.document(record)
+        except KeyError as error:
+            raise ValueError(f"{path}, line {number}: the field {error} is missing; a line has {task.fields}") from None
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        if document is not None:
+            yield document
+
+
+def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file of JSON lines, with the number of each line."""
+    suffix = max((suffix for suffix in OPENERS if path.name.endswith(suffix)), key=len)
     number = 0
     try:
         with OPENERS[suffix](path, "rt", encoding="utf-8") as lines:
             for line in lines:
                 number += 1
-                if line.strip() and (document := _document(task, line)) is not None:
-                    yield document
-    except KeyError as error:
-        raise ValueError(f"{path}, line {number}: the field {error} is missing; a line has {task.fields}") from None
-    except (ValueError, TypeError) as error:  # of JSON and of UTF-8 too
-        raise ValueError(f"{path}, line {number}: {error}") from None
+                if line.strip():
+                    yield number, _object(line)
+    except ValueError as error:  # of JSON and of UTF-8
+        raise ValueError(f"{path}, line {number}: {error}; there must be one JSON object a line") from None
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise ValueError(f"{path}, behind line {number}: cannot be unpacked ({error}); fetch it again") from None
 
 
-def _document(task: Task, line: str) -> Choices | Question | None:
+def _object(line: str) -> dict[str, Any]:
     record = json.loads(line)
     if not isinstance(record, dict):
-        raise ValueError(f"a JSON {type(record).__name__} instead of an object with {task.fields}")
-    return task.document(record)
+        raise ValueError(f"a {type(record).__name__}, not an object")
+    return record

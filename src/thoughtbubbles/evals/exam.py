@@ -126,7 +126,7 @@ def _write(
         requests,
         tokenizer=tokenizer,
         method=conditions.method,
-        budget_mode=None if model.config.selection == "causal" else "proportional",
+        budget_mode=None if model.config.is_causal else "proportional",
         batch_size=conditions.answers_at_once,
         compiled=conditions.compiled,
         finished=finished,

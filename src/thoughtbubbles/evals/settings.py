@@ -40,7 +40,7 @@ class Evaluation:
     """A folder with the exams, files such as hellaswag.validation.jsonl.gz, in it or in its folder eval. By default
     the environment's THOUGHTBUBBLES_DATA."""
     limit: int | None = None
-    """Documents of each exam at most, evenly spread over it; all by default."""
+    """Documents of each exam at most, evenly spread over it (with --harness the first ones); all by default."""
     data: Path | None = None
     """For perplexity: a folder that `thoughtbubbles prepare` wrote, or RUN/data/synthetic of a tiny run."""
     split: str = "val"

@@ -144,7 +144,7 @@ def stream(
 
 def exact_method(config: ModelConfig) -> Method:
     """Block selection revises its decisions, which no cache can follow."""
-    return "recomputed" if config.fork_layers and config.selection == "block" else "cached"
+    return "cached" if config.is_causal else "recomputed"
 
 
 def problem(config: ModelConfig, request: Request, tokenizer: Tokenizer | None) -> str | None:

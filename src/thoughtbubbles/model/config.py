@@ -145,6 +145,11 @@ class ModelConfig:
         _require(len(self.fork_layers) <= 50, "fork_layers", self.fork_layers, remedy)
 
     @property
+    def is_causal(self) -> bool:
+        """Whether what a token becomes depends on tokens up to it only: then nothing is ever revised."""
+        return not self.fork_layers or self.selection == "causal"
+
+    @property
     def score_channel(self) -> bool:
         """Whether the last channel of queries and keys is given up to the score, as it is in the authors' code."""
         return self.authors_compat and bool(self.fork_layers)

@@ -1,0 +1,76 @@
+"""`thoughtbubbles export`: a folder that is ready for the Hugging Face Hub, and opens where this package is not.
+
+config.json, model.safetensors, tokenizer…    as in every model folder, with `auto_map` for the code beside them
+generation_config.json                        what `generate` takes as given
+modeling_thoughtbubbles.py, …                 the code (see remote_code.py)
+README.md                                     the model card (see card.py)
+manifest.json                                 what was written here, so that the next export loses nothing else
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from thoughtbubbles.checkpoint import (
+    CONFIG,
+    MANIFEST,
+    damage,
+    find_model,
+    ids_of,
+    load_folder_tokenizer,
+    load_model,
+    partial_folder,
+    publish,
+    write_json,
+    write_manifest,
+    write_model,
+)
+from thoughtbubbles.generate.requests import exact_method
+from thoughtbubbles.interop.card import card
+from thoughtbubbles.interop.remote_code import AUTO_MAP, remote_code
+
+CARD, GENERATION = "README.md", "generation_config.json"
+
+
+def export(checkpoint: Path, *, out: Path, dtype: torch.dtype | None = None) -> Path:
+    """Writes the folder `out`; one that holds anything but an earlier export is a ValueError."""
+    check_out(out)
+    folder = find_model(checkpoint)
+    model, tokenizer = load_model(folder, dtype=dtype), load_folder_tokenizer(folder)
+    partial = partial_folder(out)
+    write_model(partial, model.config, model.state_dict(), tokenizer=tokenizer)
+    write_json(partial / CONFIG, {**json.loads((partial / CONFIG).read_text()), "auto_map": AUTO_MAP})
+    ids = {} if tokenizer is None else {name: i for name, i in ids_of(tokenizer).items() if name.endswith("_token_id")}
+    write_json(partial / GENERATION, {**ids, "use_cache": exact_method(model.config) == "cached"})
+    for name, text in remote_code().items():
+        (partial / name).write_text(text, encoding="utf-8")
+    written = card(
+        out.resolve().name,
+        model.config,
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        dtype=str(model.embedding.weight.dtype).removeprefix("torch."),
+        folder=folder.resolve(),
+    )
+    (partial / CARD).write_text(written, encoding="utf-8")
+    write_manifest(partial)
+    publish(partial, out)
+    return out
+
+
+def check_out(out: Path) -> None:
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not out.is_dir():
+        raise ValueError(f"--out {out} is a file: give a folder")
+    wrong = damage(out, required=("modeling_thoughtbubbles.py", CARD))
+    if wrong is None:
+        listed = {MANIFEST, *json.loads((out / MANIFEST).read_text())}
+        others = [path for path in sorted(out.rglob("*")) if path.is_file()]
+        unlisted = [name for path in others if (name := path.relative_to(out).as_posix()) not in listed]
+        wrong = f"{unlisted[0]} is not from there" if unlisted else None
+    if wrong is not None:
+        raise ValueError(
+            f"--out {out} is not empty, and not just what an earlier export wrote ({wrong}): give another folder, or "
+            "move away what is there"
+        )

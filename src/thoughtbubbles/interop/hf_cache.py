@@ -1,0 +1,140 @@
+"""Our cache under Hugging Face's name for one: it counts columns, padding among them, where ours counts tokens."""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from thoughtbubbles.generate.cache import Cache, new_cache
+from thoughtbubbles.generate.decode import decode_step, prefill
+from thoughtbubbles.interop.hf_padding import Padding
+from thoughtbubbles.model.budget import Budget, BudgetLike
+from thoughtbubbles.model.transformer import Thoughtbubbles
+
+
+class ThoughtbubblesCache(transformers.Cache):
+    """What a batch has read so far. `capacity` is the number of tokens that a row gets room for at first."""
+
+    def __init__(self, capacity: int | None = None):
+        super().__init__(layers=[])  # the base class keeps keys and values by layer; ours belong to streams
+        self.capacity = capacity
+        self.reset()
+
+    def reset(self) -> None:
+        self.state: Cache | None = None
+        self.is_real: Tensor | None = None  # (rows, columns): which of the columns read were tokens
+
+    def read(
+        self, model: Thoughtbubbles, ids: Tensor, padding: Padding | None, budget: BudgetLike | Budget | None
+    ) -> Tensor:
+        """Reads more columns; the logits of the next token after the last one (B, V), or after each (B, T, V).
+
+        An empty cache takes them in parallel and tells the last; later, or where a row has no token yet, they go one by
+        one. The budget is that of the first call: no earlier decision can be revised.
+        """
+        real = torch.ones_like(ids, dtype=torch.bool) if padding is None else padding.is_real
+        at_once = self.state is None and (padding is None or bool((padding.lengths > 0).all()))
+        room = self._room(model, ids.shape[0], real.sum(1), budget)
+        if at_once:
+            rows, lengths = (ids, None) if padding is None else (padding.to_rows(ids), padding.lengths)
+            prediction, self.state = prefill(model, rows, lengths=lengths, budget=budget, into=room)
+            logits = prediction.logits
+        else:
+            logits, self.state = _read_one_by_one(model, room, ids, real)
+        self.is_real = real if self.is_real is None else torch.cat([self.is_real, real], dim=1)
+        return logits
+
+    def _room(self, model: Thoughtbubbles, rows: int, n_new: Tensor, budget: BudgetLike | Budget | None) -> Cache:
+        """The storage, grown if need be; a row that outgrows the block size is left for the model to refuse."""
+        config, old = model.config, self.state
+        if old is not None:
+            if rows != old.rows:
+                raise ValueError(f"input_ids has {rows} rows, past_key_values {old.rows}: give the same rows")
+            n_new = old.n_tokens + n_new
+            if int(n_new.max()) <= old.capacity or old.capacity == config.block_size:
+                return old
+        wanted = max(int(n_new.max()), 1, 2 * old.capacity if old is not None else self.capacity or 0)
+        weight, kind = model.embedding.weight, model.embedding.weight.device.type
+        fresh = new_cache(
+            config,
+            rows=rows,
+            capacity=min(wanted, config.block_size),
+            budget=_budget_of(old) if old is not None else Budget.of(config.budget if budget is None else budget),
+            dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype,
+            device=weight.device,
+        )
+        return fresh if old is None else _moved(old, fresh)
+
+    # What `generate` and its users ask of a cache.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0 if self.is_real is None else self.is_real.shape[1]
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1  # it grows up to the block size, which the model knows
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.state is None else self.state.rows
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.state is not None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            rows = torch.arange(self.state.rows, device=self.state.n_tokens.device)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.state is not None and self.is_real is not None:
+            rows = torch.arange(self.state.rows, device=self.is_real.device)[indices.to(self.is_real.device)]
+            self.state, self.is_real = self.state.reorder(rows), self.is_real[rows]
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Forgets the last columns; their number is negative, as Hugging Face writes it."""
+        end = int(tokens_to_remove)
+        if end > 0:
+            raise ValueError(f"crop({end}): give the number of columns to forget as a negative number")
+        if self.state is None or self.is_real is None or end == 0:
+            return
+        left = self.is_real[:, :end]
+        if left.shape[1] == 0:
+            self.reset()
+            return
+        self.state, self.is_real = self.state.crop(left.sum(1)), left
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise ValueError("this cache holds streams, not the keys and values of layers: pass it to the model's call")
+
+
+def _read_one_by_one(model: Thoughtbubbles, cache: Cache, ids: Tensor, real: Tensor) -> tuple[Tensor, Cache]:
+    steps = []
+    for i in range(ids.shape[1]):
+        prediction, cache = decode_step(model, cache, ids[:, i], active=real[:, i])
+        steps.append(prediction.logits.masked_fill(~real[:, i, None], 0))
+    return torch.stack(steps, dim=1), cache
+
+
+def _budget_of(cache: Cache) -> Budget:
+    return Budget(tuple(cache.numerator.tolist()), tuple(cache.denominator.tolist()))
+
+
+def _moved(old: Cache, fresh: Cache) -> Cache:
+    """All that `old` holds, in the larger storage of `fresh`; the last slot, which nobody reads, stays behind."""
+    spans = []
+    for now, room in zip(old.spans, fresh.spans, strict=True):
+        for name, slots in (("key", 3), ("value", 3), ("log_score", 1), ("token", 1), ("level", 1)):
+            kept = getattr(now, name)
+            if kept is not None:
+                n = kept.shape[slots] - 1
+                getattr(room, name).narrow(slots, 0, n).copy_(kept.narrow(slots, 0, n))
+        spans.append(room._replace(used=now.used))
+    return old._replace(spans=tuple(spans), capacity=fresh.capacity)

@@ -1,0 +1,296 @@
+"""ThoughtbubblesForCausalLM: the model behind Hugging Face's manners. It computes nothing of its own.
+
+Its children are the core's, under the core's names, so the weights on disk are the same file for both. What is done
+here: padding on either side becomes rows with lengths, labels become targets, `past_key_values` becomes our cache.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from thoughtbubbles.interop.hf_cache import ThoughtbubblesCache
+from thoughtbubbles.interop.hf_config import ThoughtbubblesConfig
+from thoughtbubbles.interop.hf_padding import Padding
+from thoughtbubbles.model.budget import Budget, BudgetLike
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.initial import has_numbers
+from thoughtbubbles.model.loss import IGNORED
+from thoughtbubbles.model.transformer import Thoughtbubbles
+
+UNUSED = {
+    "position_ids": "positions follow from the attention mask, and those of forks lie between them: leave it out",
+    "inputs_embeds": "a row of streams begins with ids: give input_ids",
+    "output_attentions": "a model with forks has streams, not tokens, to attend to: use trace= of model.core",
+    "output_hidden_states": "a model with forks has streams, not tokens, in its layers: use trace= of model.core",
+}
+
+
+class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = ThoughtbubblesConfig
+    config: ThoughtbubblesConfig
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # `num_items_in_batch`
+    _input_embed_layer = "embedding"
+    _no_split_modules = ("Block", "ForkLayer")
+
+    def __init__(self, config: ThoughtbubblesConfig):
+        super().__init__(config)
+        core = Thoughtbubbles(config.core())
+        self._modules.update(core._modules)
+        core._modules = self._modules  # one dictionary: a child that is replaced here is replaced there
+        self.__dict__["_core"] = core  # not a child of this module: its weights are here already
+        self._is_drawn = has_numbers(self.embedding.weight)
+        self.post_init()
+
+    @property
+    def core(self) -> Thoughtbubbles:
+        """The model itself, over this module's children."""
+        core: Thoughtbubbles = self.__dict__["_core"]
+        if core._modules is not self._modules:  # a replica that torch made of this module, for another device
+            original, core = core, Thoughtbubbles.__new__(Thoughtbubbles)
+            core.__dict__.update({**original.__dict__, "_modules": self._modules})
+        core.training = self.training
+        return core
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """The core has drawn its own, unless it waits for a file: what that lacks, such as new forks, is drawn here."""
+        missing = {name: p for name, p in self.named_parameters() if not getattr(p, "_is_hf_initialized", False)}
+        if missing and not self._is_drawn:
+            drawn = dict(Thoughtbubbles(self.core.config).named_parameters())
+            for name, parameter in missing.items():
+                parameter.copy_(drawn[name])
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        resized = super().resize_token_embeddings(*args, **kwargs)
+        self.core.config = self.config.core()
+        return resized
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **others: Any
+    ) -> None:
+        """Blocks are computed again in the backward, for less memory."""
+        if wrong := {name: value for name, value in others.items() if value not in (1, False, None)}:
+            raise ValueError(f"{wrong}: every block is computed again, on its own device; leave this out")
+        options = {"use_reentrant": False, "preserve_rng_state": False, **(gradient_checkpointing_kwargs or {})}
+        self.gradient_checkpointing_disable()
+        for block in self.blocks:
+            block.forward = partial(checkpoint, block.forward, **options)
+
+    def gradient_checkpointing_disable(self) -> None:
+        for block in self.blocks:
+            block.__dict__.pop("forward", None)
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return any("forward" in block.__dict__ for block in self.blocks)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: ThoughtbubblesCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
+        budget: BudgetLike | Budget | None = None,
+        return_dict: bool | None = None,
+        **unused: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Predicts the next token after each one.
+
+        attention_mask      1 for tokens, 0 for padding on either side; without it everything is a token
+        past_key_values     what has been read before, as an earlier call returned it
+        labels              the ids again, −100 where nothing is to be predicted; gives `loss`. In training there are no
+                            logits then: the loss needs none, and they would take most of the memory
+        use_cache           also return `past_key_values`; by default where it was given
+        logits_to_keep      logits of so many last columns only, or of the columns with these numbers; 0: of all
+        num_items_in_batch  what the sum of losses is divided by in place of the number of labels here
+        budget              streams per token in place of the config's: a number, or one for each row
+        """
+        refuse(unused)
+        if input_ids is None:
+            raise ValueError("input_ids is missing: give a tensor of ids (batch, tokens)")
+        use_cache = past_key_values is not None if use_cache is None else use_cache
+        if use_cache:
+            out = self._cached(input_ids, attention_mask, past_key_values, labels, logits_to_keep, budget)
+        else:
+            if past_key_values is not None and past_key_values.get_seq_length() > 0:
+                raise ValueError("use_cache=False with past_key_values that have been read: leave one of them out")
+            out = self._parallel(input_ids, attention_mask, labels, logits_to_keep, num_items_in_batch, budget=budget)
+        wanted = self.config.return_dict if return_dict is None else return_dict
+        return out if wanted else out.to_tuple()
+
+    def _parallel(
+        self,
+        ids: Tensor,
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
+        logits_to_keep: int | Tensor,
+        num_items: int | Tensor | None,
+        **options: Any,
+    ) -> CausalLMOutputWithPast:
+        padding = None if attention_mask is None else Padding.of(of_columns(attention_mask, ids))
+        targets = None if labels is None else F.pad(of_columns(labels, ids), (0, 1), value=IGNORED)[:, 1:]
+        last_only = isinstance(logits_to_keep, int) and logits_to_keep == 1 and ends_in_tokens(padding)
+        want = () if self.training and labels is not None else ("next_logits" if last_only else "logits",)
+        out = self.core(
+            ids if padding is None else padding.to_rows(ids),
+            targets=targets if padding is None or targets is None else padding.to_rows(targets),
+            lengths=None if padding is None else padding.lengths,
+            want=want,
+            **options,
+        )
+        loss, logits = out.loss, out.logits
+        if loss is not None and num_items is not None:
+            assert targets is not None
+            counts = targets != IGNORED if padding is None else (targets != IGNORED) & padding.is_real
+            loss = loss * counts.sum() / torch.as_tensor(num_items, device=loss.device)
+        if last_only:
+            return CausalLMOutputWithPast(loss=loss, logits=None if not want else out.next_logits[:, None])
+        if logits is not None:
+            logits = kept(logits if padding is None else padding.to_columns(logits), logits_to_keep)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    def _cached(
+        self,
+        ids: Tensor,
+        attention_mask: Tensor | None,
+        cache: ThoughtbubblesCache | None,
+        labels: Tensor | None,
+        logits_to_keep: int | Tensor,
+        budget: BudgetLike | Budget | None,
+    ) -> CausalLMOutputWithPast:
+        cache = ThoughtbubblesCache() if cache is None else cache
+        refuse_caching(self.core.config, cache, labels)
+        if attention_mask is not None and attention_mask.shape[1] == cache.get_seq_length() + ids.shape[1]:
+            Padding.of(attention_mask)  # no holes, those of the past included
+            attention_mask = attention_mask[:, -ids.shape[1] :]
+        padding = None if attention_mask is None else Padding.of(of_columns(attention_mask, ids))
+        is_last_enough = isinstance(logits_to_keep, int) and logits_to_keep == 1 and ends_in_tokens(padding)
+        logits = cache.read(self.core, ids, padding, budget)
+        if logits.ndim == 3:
+            return CausalLMOutputWithPast(logits=kept(logits, logits_to_keep), past_key_values=cache)
+        if is_last_enough and not torch.is_grad_enabled():
+            return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=cache)
+        # The cache tells the last token's logits only, and without gradients: those of all are computed beside it.
+        rule = {"selection": "causal", "budget_mode": "proportional", "budget": budget}
+        out = self._parallel(ids, attention_mask, None, logits_to_keep, None, **rule)
+        out.past_key_values = cache
+        return out
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: list[LogitsProcessor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As everywhere, with `budget=` for the streams per token. Reads through the cache where that is exact.
+
+        `use_cache=True` with block selection lets the cache decide by the causal rule: an approximation.
+        """
+        n_ids = self.config.n_ids
+        if n_ids is not None and n_ids < self.config.vocab_size:
+            logits_processor = LogitsProcessorList([*(logits_processor or ()), KnownIds(n_ids)])
+        if self.generation_config.use_cache is None:  # the library's default would be True
+            self.generation_config.use_cache = self.config.use_cache
+        return super().generate(inputs, generation_config, logits_processor, **kwargs)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        if kwargs.get("is_first_iteration") and attention_mask is not None and not bool(attention_mask[:, -1].all()):
+            raise ValueError(
+                "a row ends with padding, so what follows it would not follow the text: pad on the left "
+                "(tokenizer.padding_side = 'left')"
+            )
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids, *args, attention_mask=attention_mask, **kwargs
+        )
+        return inputs
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """`generate` asks here for the cache of a call."""
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic"):
+            raise ValueError(f"cache_implementation = {kind!r}: streams need a cache of their own; leave it out")
+        refuse_too_long(self.config.block_size, generation_config.max_length, model_kwargs.get("attention_mask"))
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = ThoughtbubblesCache(max_cache_length)
+
+
+class KnownIds(LogitsProcessor):
+    """Only ids that mean something are written: the vocabulary is padded, and the tokenizer has fewer."""
+
+    def __init__(self, n_ids: int):
+        self.n_ids = n_ids
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.index_fill(1, torch.arange(self.n_ids, scores.shape[1], device=scores.device), -math.inf)
+
+
+def refuse(unused: dict[str, Any]) -> None:
+    for name, value in unused.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name}: {UNUSED.get(name, 'this model has no such input; leave it out')}")
+
+
+def refuse_caching(config: ModelConfig, cache: Any, labels: Tensor | None) -> None:
+    if not isinstance(cache, ThoughtbubblesCache):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}: streams need a cache of their own; give what an earlier "
+            "call returned, or ThoughtbubblesCache()"
+        )
+    if labels is not None:
+        raise ValueError("labels with a cache: a loss needs gradients through all of a row, so give use_cache=False")
+    if config.fork_layers and config.budget_mode == "fixed":
+        raise ValueError(
+            "a fixed budget looks at the whole block, so no cache can follow it: give use_cache=False, or open the "
+            "model with budget_mode='proportional'"
+        )
+
+
+def refuse_too_long(block_size: int, max_length: int, attention_mask: Tensor | None) -> None:
+    if attention_mask is None:
+        return
+    longest, new = int(attention_mask.sum(1).max()), max_length - attention_mask.shape[1]
+    if longest + new > block_size:
+        raise ValueError(
+            f"a prompt of {longest} and {new} new tokens are more than block_size = {block_size}, and a row does not "
+            "slide past it: "
+            + (f"ask for at most {block_size - longest}" if longest < block_size else f"shorten it to {block_size - 1}")
+        )
+
+
+def of_columns(values: Tensor, ids: Tensor) -> Tensor:
+    if values.ndim == 2 and values.shape != ids.shape:
+        raise ValueError(
+            f"input_ids have shape {tuple(ids.shape)}, the attention mask or labels {tuple(values.shape)}: "
+            "give one number for each id"
+        )
+    return values
+
+
+def ends_in_tokens(padding: Padding | None) -> bool:
+    return padding is None or bool(padding.is_real[:, -1].all())
+
+
+def kept(logits: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """Of the last so many columns (all for 0), or of columns by number."""
+    return logits[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else logits[:, logits_to_keep]

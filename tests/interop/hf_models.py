@@ -1,0 +1,45 @@
+"""What the tests of Hugging Face share: one small model of each kind, in our form and in theirs."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import lively_model, small_config
+from thoughtbubbles.checkpoint import save_model
+from thoughtbubbles.interop.hf import ThoughtbubblesForCausalLM
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.transformer import Thoughtbubbles
+
+PLAIN: dict[str, Any] = {"fork_layers": (), "merge": "original"}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": PLAIN,
+    "copy-3": {**PLAIN, "copies": 3},
+    "causal": {},
+    "causal-residual": {"merge": "residual", "budget": 1.5},
+    "block": {"selection": "block"},
+    "block-residual": {"selection": "block", "merge": "residual"},
+    "block-fixed": {"selection": "block", "budget_mode": "fixed", "merge": "original"},
+}
+CACHED = ("plain", "copy-3", "causal", "causal-residual")
+
+
+def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Some cases for `make test`, the others for `make test-all`."""
+    return [pytest.param(*many(case), marks=[] if case in fast else [pytest.mark.slow]) for case in cases]
+
+
+def many(case: Any) -> tuple[Any, ...]:
+    return case if isinstance(case, tuple) else (case,)
+
+
+def config_of(kind: str, **changes: Any) -> ModelConfig:
+    return small_config(**{**KINDS[kind], **changes})
+
+
+def pair(folder: Any, kind: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Any, Thoughtbubbles]:
+    """A model opened by Hugging Face from the folder that ours wrote, and ours."""
+    core = lively_model(config_of(kind, **changes), dtype=dtype).eval()
+    save_model(folder, core)
+    return ThoughtbubblesForCausalLM.from_pretrained(folder).eval(), core
