@@ -75,7 +75,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 def main() -> int:
     good = True
-    for source in sorted(RESULTS.glob("train_step-*.json")):
+    for source in sorted(RESULTS.glob("train_step-nvidia*.json")):
         record, path = json.loads(source.read_text()), HERE / f"{source.stem}.png"
         if sys.argv[1:] != ["--check"]:
             draw(record, path)

@@ -93,6 +93,9 @@ def test_training_stories_are_no_exam():
         ("$.75", "0.75"),
         ("12,000,000.25", "12000000.25"),
         ("first 5, then 7,", "7"),
+        ("20-18", "18"),
+        ("it is (4)-3", "3"),
+        ("minus: -3", "-3"),
         ("none", None),
     ],
 )
@@ -141,6 +144,14 @@ def test_means_and_standard_errors():
     assert mean_and_error([0.5]) == (0.5, None)
 
 
+def test_the_error_of_a_perplexity():
+    """To first order: that of the mean loss, times the perplexity."""
+    nats = [2.0, 3.0, 2.5, 4.0]
+    about = summary(TASKS["lambada"], [Answer(scores={"accuracy": 0.0, "nats": n}, tokens=[1]) for n in nats])
+    error = np.std(nats, ddof=1) / 2
+    assert about["perplexity"]["standard_error"] == pytest.approx(math.exp(np.mean(nats)) * error)
+
+
 def test_a_summary_has_parts():
     answers = [
         Answer(scores={"accuracy": right, "nats": 2.0}, groups={"hops": hops}, truncated=cut, tokens=[1, 1, 1, 1])
@@ -149,7 +160,7 @@ def test_a_summary_has_parts():
     about = summary(TASKS["clutrr"], answers)
     assert about["accuracy"]["mean"] == 0.75
     assert about["truncated"] == {"documents": 2, "tokens": 12}
-    assert about["perplexity"]["mean"] == pytest.approx(math.exp(2))
+    assert about["perplexity"] == {"mean": pytest.approx(math.exp(2)), "standard_error": pytest.approx(0)}
     assert list(about["by"]["hops"]) == ["2", "3", "10"]  # as numbers
     assert about["by"]["hops"]["2"]["accuracy"] == {"mean": 0.5, "standard_error": pytest.approx(0.5)}
     assert about["chance"] == 0.25
@@ -175,9 +186,12 @@ def test_a_part_is_spread_evenly_and_known_by_its_content(tmp_path):
 
 
 def test_all_sets_of_an_exam_count(tmp_path):
-    for name in ("one", "two"):
-        path = write(tmp_path, "clutrr", [RECORDS["clutrr"], {**RECORDS["clutrr"], "split": "train"}])
-        path.rename(tmp_path / f"clutrr.data_{name}.jsonl")
+    for name, suffix in (("one", ".jsonl"), ("two", ".jsonl.xz"), ("two", ".jsonl")):
+        path = write(tmp_path, "clutrr", [RECORDS["clutrr"], {**RECORDS["clutrr"], "split": "train"}], suffix=suffix)
+        path.rename(tmp_path / f"clutrr.data_{name}{suffix}")
+    found = find_files(TASKS["clutrr"], tmp_path)
+    assert [path.name for path in found] == ["clutrr.data_one.jsonl", "clutrr.data_two.jsonl"]  # each once
+    (tmp_path / "clutrr.data_two.jsonl").unlink()
     assert len(open_exam(TASKS["clutrr"], tmp_path).documents) == 2
 
 
@@ -210,7 +224,10 @@ def test_the_folder(tmp_path, monkeypatch):
         ("piqa", {**RECORDS["piqa"], "goal": 3}, "line 2: goal is 3: it must be text"),
         ("arc_easy", {**RECORDS["arc_easy"], "gold": "B"}, "line 2: gold is 'B': it must be a number from 0 to 2"),
         ("arc_easy", {**RECORDS["arc_easy"], "choices": "ab"}, "line 2: choices is 'ab': it must be a list"),
-        ("gsm8k", {"question": "?", "answer": "four"}, "line 2: answer ends in 'four': it must end in ####"),
+        ("gsm8k", {"question": "?", "answer": "#### four"}, "line 2: answer ends in 'four': it must end in ####"),
+        ("gsm8k", {"question": "?", "answer": "It is 4"}, "line 2: answer ends in 'It is 4': it must end in ####"),
+        ("piqa", {**RECORDS["piqa"], "label": 0.7}, "line 2: label is 0.7: it must be a number from 0 to 1"),
+        ("piqa", {**RECORDS["piqa"], "label": True}, "line 2: label is True: it must be a number"),
         ("clutrr", {**RECORDS["clutrr"], "query": "Ann"}, r"line 2: query is 'Ann': it must be a pair of names"),
         ("clutrr", {**RECORDS["clutrr"], "target": "friend"}, r"line 2: target is 'friend'"),
     ],
@@ -219,6 +236,13 @@ def test_a_damaged_line_is_told_by_its_number(tmp_path, name, line, message):
     path = write(tmp_path, name, [RECORDS[name], line])
     with pytest.raises(ValueError, match=rf"{path.name}, {message}"):
         open_exam(TASKS[name], tmp_path)
+
+
+def test_a_line_that_is_not_utf8(tmp_path):
+    path = write(tmp_path, "piqa", [RECORDS["piqa"]] * 30)
+    path.write_bytes(path.read_bytes() + b'{"goal": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"jsonl, line 31: 'utf-8' codec can't decode"):
+        open_exam(TASKS["piqa"], tmp_path)
 
 
 def test_a_damaged_file(tmp_path):

@@ -1,43 +1,49 @@
 """Answers on disk, so that an exam that was killed goes on where it was: one line of JSON a document.
 
-    answers/TASK.jsonl           the first line tells what was examined, and how
-    answers/TASK.rank-1.jsonl    of further ranks, each of which writes for itself
+    answers/TASK-1A2B3C4D.jsonl          the first line tells what was examined, and how; the name has its checksum
+    answers/TASK-1A2B3C4D.rank-1.jsonl   of further ranks, each of which writes for itself
 
-A line that was cut short is left out, and its document answered again. Answers to other questions, of another model or
-under other settings are not mixed in: such a file is begun anew.
+So answers to other questions, of another model or under other settings lie side by side and are never mixed. A line
+that was cut short is left out, and its document answered again.
 """
 
 import json
-import os
+import zlib
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from thoughtbubbles.evals.marks import Answer
 
+FIELDS = {"document", *(field.name for field in fields(Answer))}
+
 
 class Answers:
     """Those of one exam. As a context it keeps a file open for what this rank adds."""
 
     def __init__(self, folder: Path, task: str, about: Mapping[str, Any], *, rank: int = 0):
-        self.path = folder / (f"{task}.jsonl" if rank == 0 else f"{task}.rank-{rank}.jsonl")
-        self.about = json.loads(json.dumps(about))
+        self.folder, self.about = folder, json.dumps(about, sort_keys=True)
+        self.name = f"{task}-{zlib.crc32(self.about.encode()):08x}"
+        self.path = folder / (f"{self.name}.jsonl" if rank == 0 else f"{self.name}.rank-{rank}.jsonl")
         self.found: dict[int, Answer] = {}
-        for path in sorted([*folder.glob(f"{task}.jsonl"), *folder.glob(f"{task}.rank-*.jsonl")]):
-            self.found |= _read(path, self.about)
-        self.n_found = len(self.found)
+        for path in self._files():
+            self.found |= _read(path)
+
+    def forget(self) -> None:
+        """Deletes what there is."""
+        for path in self._files():
+            path.unlink()
+        self.found = {}
 
     def __enter__(self) -> "Answers":
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-        whole = [line for line in lines if line.endswith(b"\n")]
-        fresh = not whole or _parsed(whole[0]) != self.about
-        partial = self.path.with_name(f".{self.path.name}.partial")  # never a moment without what there was
-        partial.write_bytes(json.dumps(self.about).encode() + b"\n" if fresh else b"".join(whole))
-        os.replace(partial, self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists():
+            self.path.write_text(self.about + "\n")
+        with self.path.open("r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)  # without a line that was cut short
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)  # a line is on disk when it is written
         return self
 
     def __exit__(
@@ -49,16 +55,18 @@ class Answers:
         self.found[number] = answer
         self._file.write(json.dumps({"document": number, **asdict(answer)}) + "\n")
 
-    def flush(self) -> None:
-        self._file.flush()
+    def _files(self) -> list[Path]:
+        return sorted([*self.folder.glob(f"{self.name}.jsonl"), *self.folder.glob(f"{self.name}.rank-*.jsonl")])
 
 
-def _read(path: Path, about: Mapping[str, Any]) -> dict[int, Answer]:
-    first, *lines = path.read_bytes().splitlines(keepends=True) or [b""]
-    if _parsed(first) != about:
-        return {}
-    records = [record for line in lines if line.endswith(b"\n") and isinstance(record := _parsed(line), dict)]
-    return {record.pop("document"): Answer(**record) for record in records}
+def _read(path: Path) -> dict[int, Answer]:
+    found: dict[int, Answer] = {}
+    for line in path.read_bytes().splitlines(keepends=True)[1:]:
+        record = _parsed(line)
+        if line.endswith(b"\n") and isinstance(record, dict) and record.keys() == FIELDS:
+            number = record.pop("document")
+            found[number] = Answer(**record)
+    return found
 
 
 def _parsed(line: bytes) -> Any:

@@ -11,18 +11,18 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from thoughtbubbles.evals.tasks.task import Choices, Question, Task
 
 VARIABLE = "THOUGHTBUBBLES_DATA"
-OPENERS: dict[str, Callable[..., IO[str]]] = {".jsonl": open, ".jsonl.gz": gzip.open, ".jsonl.xz": lzma.open}
+OPENERS: dict[str, Callable[..., Any]] = {".jsonl": open, ".jsonl.gz": gzip.open, ".jsonl.xz": lzma.open}
 
 
 class Exam(NamedTuple):
     task: Task
     documents: dict[int, Choices | Question]  # by their number in the exam
-    checksum: int  # of everything that is asked
+    checksum: int  # of all documents, also those that were not chosen: numbers mean the same in every part
 
 
 def data_folder(given: Path | None) -> Path:
@@ -46,14 +46,18 @@ def open_exam(task: Task, folder: Path, *, limit: int | None = None) -> Exam:
         raise ValueError(f"{task.name}: its files in {folder} hold no document of the exam; is this the right file?")
     n = len(every) if limit is None else min(limit, len(every))
     chosen = {index: every[index] for index in (i * len(every) // n for i in range(n))}
-    return Exam(task, chosen, zlib.crc32(repr(list(chosen.items())).encode()))
+    return Exam(task, chosen, zlib.crc32(repr(every).encode()))
 
 
 def find_files(task: Task, folder: Path) -> list[Path]:
     for place in (folder, folder / "eval"):
-        found = {suffix: sorted(place.glob(task.file + suffix)) for suffix in OPENERS}
-        if any(found.values()):
-            return next(filter(None, found.values()))
+        by_name = {
+            path.name.removesuffix(suffix): path
+            for suffix in sorted(OPENERS, key=len, reverse=True)  # unpacked files come last, and before packed ones
+            for path in place.glob(task.file + suffix)
+        }
+        if by_name:
+            return [by_name[name] for name in sorted(by_name)]
     one = task.file.replace("*", "NAME")
     raise ValueError(
         f"{task.name}: {folder} has no {one}.jsonl (.gz or .xz): get the set from {task.home} and write it there, "
@@ -78,7 +82,7 @@ def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     suffix = max((suffix for suffix in OPENERS if path.name.endswith(suffix)), key=len)
     number = 0
     try:
-        with OPENERS[suffix](path, "rt", encoding="utf-8") as lines:
+        with OPENERS[suffix](path, "rb") as lines:
             for line in lines:
                 number += 1
                 if line.strip():
@@ -89,8 +93,8 @@ def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise ValueError(f"{path}, behind line {number}: cannot be unpacked ({error}); fetch it again") from None
 
 
-def _object(line: str) -> dict[str, Any]:
-    record = json.loads(line)
+def _object(line: bytes) -> dict[str, Any]:
+    record = json.loads(line.decode())
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__}, not an object")
     return record

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from thoughtbubbles.data.tokenizer import Tokenizer
+from thoughtbubbles.evals.documents import Exam
 from thoughtbubbles.evals.likelihood import Likelihood, each_likelihood, encode_choices
 from thoughtbubbles.evals.marks import Answer, mark
 from thoughtbubbles.evals.tasks.task import Choices, Question, Task
@@ -35,6 +36,18 @@ class Conditions:
     """How free answers are written; by default whichever is exact for the model."""
     compiled: bool = False
     """Steps as CUDA graphs."""
+
+
+def check_lengths(exam: Exam, tokenizer: Tokenizer, *, block_size: int) -> None:
+    """Contexts can be shortened, but not what is scored."""
+    for number, document in exam.documents.items():
+        if isinstance(document, Choices) and max(len(choice.encode()) for choice in document.choices) >= block_size:
+            for query in encode_choices(tokenizer, document.context, document.choices):
+                if len(query.continuation) > block_size:
+                    raise ValueError(
+                        f"{exam.task.name}, document {number}: a choice has {len(query.continuation)} tokens, more "
+                        f"than the model's block_size = {block_size}; take a model with a larger block, or another exam"
+                    )
 
 
 def sit(

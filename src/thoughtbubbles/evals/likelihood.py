@@ -156,6 +156,8 @@ def _score(
     )
     first = np.cumsum([0, *sizes[:-1]])
     sums = np.add.reduceat(log_prob.cpu().double().numpy(), first)
+    if np.isnan(sums).any():  # which no comparison would show: the first choice would be the best
+        raise ValueError("the model's logits are not numbers (NaN): are its weights?")
     all_greedy = np.logical_and.reduceat(greedy.cpu().numpy(), first)
     return [
         Likelihood(float(total), size, bool(likeliest), max(0, len(tokens) - block_size - 1))

@@ -23,8 +23,8 @@ from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.evals.answers import Answers
 from thoughtbubbles.evals.autoregressive import Report, Windows
 from thoughtbubbles.evals.documents import Exam, data_folder, open_exam
-from thoughtbubbles.evals.exam import Conditions, sit
-from thoughtbubbles.evals.marks import summary
+from thoughtbubbles.evals.exam import Conditions, check_lengths, sit
+from thoughtbubbles.evals.marks import Answer, summary
 from thoughtbubbles.evals.perplexity import describe, join, perplexity
 from thoughtbubbles.evals.progress import Progress
 from thoughtbubbles.evals.ranks import Ranks
@@ -32,11 +32,10 @@ from thoughtbubbles.evals.settings import Evaluation
 from thoughtbubbles.evals.show import show
 from thoughtbubbles.evals.tasks import TASKS
 from thoughtbubbles.evals.windows import text_bytes, windows_for
-from thoughtbubbles.generate.requests import budget_problem
+from thoughtbubbles.generate.requests import budget_problem, exact_method
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 RESULTS = "results.json"
-FLUSH_SECONDS = 5.0
 
 
 def run(settings: Evaluation, *, device: str | torch.device, ranks: Ranks = Ranks()) -> dict[str, Any]:  # noqa: B008
@@ -50,6 +49,8 @@ def run(settings: Evaluation, *, device: str | torch.device, ranks: Ranks = Rank
     windows = windows_for(settings, model.config, tokenizer) if "perplexity" in settings.names else None
     chosen = [TASKS[name] for name in settings.names if name in TASKS]
     exams = [open_exam(task, data_folder(settings.data_dir), limit=settings.limit) for task in chosen]
+    for exam in exams:
+        check_lengths(exam, tokenizer, block_size=model.config.block_size)
     path = _make_folder(settings) / RESULTS
     about = _about(folder, model, settings)
     tasks: dict[str, Any] = {}
@@ -83,6 +84,8 @@ def _model(folder: Path, settings: Evaluation, device: torch.device) -> Thoughtb
     model = load_model(folder, device=device, dtype=torch.float64 if settings.dtype == "float64" else torch.float32)
     if settings.budget is not None and (wrong := budget_problem(model.config, settings.budget)):
         raise ValueError(f"--{wrong}")
+    if settings.compile and (settings.method or exact_method(model.config)) == "recomputed":
+        raise ValueError("--compile: only the cache can be compiled; add --method cached, or leave it out")
     return model.eval()
 
 
@@ -159,27 +162,28 @@ def _sit(
 ) -> dict[str, Any]:
     task = exam.task
     described = {"task": task.name, "version": task.version, "questions": exam.checksum, **about}
-    if settings.fresh:
-        described["begun"] = ranks.gather(time.time_ns())[0]  # equals no other run's
     answers = Answers(settings.folder / "answers", task.name, described, rank=ranks.rank)
+    if settings.fresh and ranks.is_first:
+        answers.forget()
     known = ranks.gather(answers.found)[0]  # all ranks agree on what is left
     left = [number for number in exam.documents if number not in known]
     own = {number: exam.documents[number] for number in left[ranks.rank :: ranks.size]}
     begun = time.perf_counter()
-    report = progress.begin(task.title if not known else f"{task.title} ({len(known):,} answered before)")
+    n_known = len(exam.documents) - len(left)
+    report = progress.begin(f"{task.title} ({n_known:,} answered before)" if n_known else task.title)
+    new: dict[int, Answer] = {}
     if own:
         with answers:
-            _answer(settings, model, tokenizer, exam, own, answers, report)
+            new = _answer(settings, model, tokenizer, exam, own, answers, report)
     else:
         report(1.0)
     seconds = max(ranks.gather(time.perf_counter() - begun))
-    new = {number: answer for found in ranks.gather(answers.found) for number, answer in found.items()}
-    every = known | new
+    every = known | {number: answer for found in ranks.gather(new) for number, answer in found.items()}
     return {
         **summary(task, [every[number] for number in exam.documents]),
         "seconds": seconds,
         "documents_per_second": len(left) / seconds if left else None,
-        "answered_before": len(exam.documents) - len(left),
+        "answered_before": n_known,
     }
 
 
@@ -191,15 +195,12 @@ def _answer(
     documents: Mapping[int, Any],
     answers: Answers,
     report: Report,
-) -> None:
-    flushed = time.monotonic()
+) -> dict[int, Answer]:
+    new: dict[int, Answer] = {}
 
-    def keep(number: int, answer: Any) -> None:
-        nonlocal flushed
+    def keep(number: int, answer: Answer) -> None:
+        new[number] = answer
         answers.add(number, answer)
-        if time.monotonic() - flushed > FLUSH_SECONDS:
-            answers.flush()
-            flushed = time.monotonic()
 
     conditions = Conditions(
         budget=settings.budget,
@@ -208,12 +209,12 @@ def _answer(
         method=settings.method,
         compiled=settings.compile,
     )
+    narrow = _products(settings, model)
     if exam.task.max_new and settings.dtype == "bfloat16":
-        model = deepcopy(model).to(torch.bfloat16)  # writing reads all weights at every step
+        model, narrow = deepcopy(model).to(torch.bfloat16), nullcontext()  # writing reads all weights at every step
+    with narrow:
         sit(model, tokenizer, exam.task, documents, conditions, keep=keep, report=report)
-    else:
-        with _products(settings, model):
-            sit(model, tokenizer, exam.task, documents, conditions, keep=keep, report=report)
+    return new
 
 
 def _products(settings: Evaluation, model: Thoughtbubbles) -> AbstractContextManager[object]:

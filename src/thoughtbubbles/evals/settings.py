@@ -27,8 +27,8 @@ class Evaluation:
     loss. gsm8k: answered freely, right if the last number is. They need files of questions: --data-dir. The budget is
     always proportional to each row's tokens.
 
-    Every answer is kept at once. A command that was killed goes on where it was when it is given again. Under torchrun
-    the ranks share the work.
+    Every answer of an exam is kept at once: a command that was killed goes on where it was when it is given again
+    (perplexity begins anew). Under torchrun the ranks share the work.
     """
 
     checkpoint: Path

@@ -6,17 +6,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from thoughtbubbles.evals.figures import draw_exams, draw_perplexity
 from thoughtbubbles.evals.perplexity import remarks, table_of
 
 FEW = 12  # groups that a table shows one by one
-WAYS = {
-    "accuracy": "accuracy",
-    "accuracy_sum": "by sum",
-    "accuracy_character": "a character",
-    "accuracy_byte": "a byte",
-}
+WAYS = {"accuracy": "accuracy", "accuracy_sum": "sum", "accuracy_character": "character", "accuracy_byte": "byte"}
 
 
 def show(results: dict[str, Any], path: Path) -> None:
@@ -42,28 +38,29 @@ def show(results: dict[str, Any], path: Path) -> None:
 
 
 def exam_table(exams: dict[str, Any], *, title: str) -> Table:
+    """80 columns are enough."""
     table = Table(title=title)
-    table.add_column("")
-    for heading in ("documents", *WAYS.values(), "chance", "documents/s"):
+    table.add_column("", min_width=14, overflow="fold")
+    for heading in ("documents", *WAYS.values(), "chance"):
         table.add_column(heading, justify="right", no_wrap=True)
     for found in exams.values():
-        _add(table, found["title"], found, found["documents_per_second"])
+        _add(table, found["title"], found)
         for group, parts in found.get("by", {}).items():
             if len(parts) <= FEW:
                 for name, part in parts.items():
-                    _add(table, f"  {group}: {name}", part, None)
+                    _add(table, f"  {group}: {name}", part)
     return table
 
 
-def _add(table: Table, title: str, found: dict[str, Any], rate: float | None) -> None:
+def _add(table: Table, title: str, found: dict[str, Any]) -> None:
     ways = [percent(found[way]) if way in found else "" for way in WAYS]
-    chance = f"{found['chance']:.1%}" if found.get("chance") is not None else ""
-    table.add_row(title, f"{found['documents']:,}", *ways, chance, "" if rate is None else f"{rate:,.1f}")
+    chance = "" if found.get("chance") is None else f"{100 * found['chance']:.1f}"
+    table.add_row(Text(title), f"{found['documents']:,}", *ways, chance)  # as text: a name may have brackets
 
 
 def percent(value: dict[str, Any]) -> str:
     error = value["standard_error"]
-    return f"{100 * value['mean']:.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
+    return f"{100 * value['mean']:.2f}" + ("" if error is None else f"\n± {100 * error:.2f}")
 
 
 def exam_remarks(exams: dict[str, Any]) -> list[str]:
@@ -89,8 +86,8 @@ def exam_remarks(exams: dict[str, Any]) -> list[str]:
             )
     if any("accuracy_sum" in found for found in exams.values()):
         lines.append(
-            "Accuracy in percent ± standard error. accuracy: the choice of the lowest mean loss a token (the paper's); "
-            "by sum: of the lowest loss in all (lm-evaluation-harness's acc); a character: its acc_norm; a byte: its "
-            "acc_bytes."
+            "In percent ± standard error. accuracy: the choice of the lowest mean loss a token, as in the paper; sum: "
+            "of the lowest loss in all (lm-evaluation-harness's acc); character: of the lowest a character (its "
+            "acc_norm); byte: of the lowest a byte (its acc_bytes)."
         )
     return lines

@@ -14,12 +14,12 @@ from typing import Any
 from thoughtbubbles.data.records import question_prompt
 from thoughtbubbles.evals.tasks.task import Question, Task, text_of
 
-NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+NUMBER = re.compile(r"(?:(?<![\d.)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")  # "20-18" ends in 18
 
 
 def document(record: Mapping[str, Any]) -> Question:
-    answer = text_of(record, "answer").rpartition("####")[2].strip()
-    if last_number(answer) is None:
+    _, mark, answer = (part.strip() for part in text_of(record, "answer").rpartition("####"))
+    if not mark or last_number(answer) is None:
         raise ValueError(f"answer ends in {answer!r}: it must end in #### and a number")
     return Question(question_prompt(text_of(record, "question")), answer)
 

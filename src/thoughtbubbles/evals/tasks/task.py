@@ -62,10 +62,8 @@ def texts_of(record: Mapping[str, Any], name: str) -> list[str]:
 
 def place_of(record: Mapping[str, Any], name: str, n_choices: int) -> int:
     """The number of the right choice, from 0; some sets write it as text."""
-    try:
-        place = int(record[name])
-    except (TypeError, ValueError):
-        place = -1
-    if not 0 <= place < n_choices:
-        raise ValueError(f"{name} is {record[name]!r}: it must be a number from 0 to {n_choices - 1}")
+    found = record[name]
+    place = int(found) if isinstance(found, str) and found.isdecimal() else found
+    if type(place) is not int or not 0 <= place < n_choices:
+        raise ValueError(f"{name} is {found!r}: it must be a number from 0 to {n_choices - 1}")
     return place
