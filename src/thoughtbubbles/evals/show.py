@@ -12,7 +12,7 @@ from thoughtbubbles.evals.figures import draw_exams, draw_perplexity
 from thoughtbubbles.evals.perplexity import remarks, table_of
 
 FEW = 12  # groups that a table shows one by one
-WAYS = {"accuracy": "accuracy", "accuracy_sum": "sum", "accuracy_character": "character", "accuracy_byte": "byte"}
+WAYS = {"accuracy": "accuracy", "accuracy_sum": "sum", "accuracy_character": "char-\nacter", "accuracy_byte": "byte"}
 
 
 def show(results: dict[str, Any], path: Path) -> None:
@@ -41,7 +41,7 @@ def exam_table(exams: dict[str, Any], *, title: str) -> Table:
     """80 columns are enough."""
     table = Table(title=title)
     table.add_column("", min_width=14, overflow="fold")
-    for heading in ("documents", *WAYS.values(), "chance"):
+    for heading in ("docu-\nments", *WAYS.values(), "chance"):
         table.add_column(heading, justify="right", no_wrap=True)
     for found in exams.values():
         _add(table, found["title"], found)
