@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -19,7 +20,10 @@ from transformers.dynamic_module_utils import get_imports, get_relative_import_f
 from helpers import SAME_ROW_FLOAT32, lively_model, random_ids
 from thoughtbubbles import Thoughtbubbles, cli
 from thoughtbubbles.checkpoint import save_model, write_json, write_manifest
+from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.evals.run import run as evaluate
+from thoughtbubbles.evals.settings import Evaluation
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.interop.card import card
@@ -31,39 +35,44 @@ PROBE = Path(__file__).with_name("hf_remote_probe.py")
 KINDS = ("plain", "copy-3", "causal", "causal-residual", "block", "block-residual")
 
 
-def model_in(folder: Path, kind: str = "causal") -> Thoughtbubbles:
-    core = lively_model(config_of(kind, vocab_size=300), dtype=torch.float32).eval()
+def model_in(folder: Path, kind: str = "causal", *, seed: int = 0, **changes) -> Thoughtbubbles:
+    core = lively_model(config_of(kind, vocab_size=300, **changes), seed=seed, dtype=torch.float32).eval()
     save_model(folder, core, tokenizer=tokenizer("bytes"))
     return core
 
 
-@pytest.fixture
-def run(tmp_path) -> Path:
-    """A run's folder with numbers that can be told apart."""
-    folder = tmp_path / "run"
-    model_in(folder / "step-00000040" / "model")
-    model_in(folder / "step-00000080" / "model")
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A run's folder with two checkpoints, and real examinations of both."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
     described = {
         "config": {"name": "first|try", "data": {"mixture": ["data/books", "web"]}},
         "versions": {"torch": "9"},
     }
-    write_json(folder / "run.json", described)
     lines = [
         {"step": 40, "tokens": 4000, "loss": 4.4},
         {"step": 40, "held_out": {"books": 4.04}},
         {"step": 80, "tokens": 8000, "loss": 3.3},
         {"step": 80, "held_out": {"books": 3.03, "web": 3.13}},
     ]
+    corpus = folder.parent / "corpus"
+    write_synthetic(corpus, n_tokens=4_000, seed=0)
+    exams = Path(__file__).parents[2] / "docs" / "examples" / "exams"
+    for step in (40, 80):
+        place = folder / f"step-{step:08}"
+        model_in(place / "model", seed=step, block_size=160)
+        asked = {"checkpoint": place, "data_dir": exams, "data": corpus, "windows": 2, "tokens": 10}
+        evaluate(Evaluation(**asked, tasks=("perplexity", "lambada", "blimp")), device="cpu")
+        limited = Evaluation(**asked, tasks=("arc_easy",), limit=2, budget="1.5", out=folder / f"eval-{step}")
+        evaluate(limited, device="cpu")
+    write_json(folder / "run.json", described)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for step, accuracy in ((40, 0.4), (80, 0.8)):
-        for task, place in (("blimp", folder / f"step-{step:08}" / "eval-blimp"), ("piqa", folder / f"eval-{step}")):
-            place.mkdir()
-            scores = {"accuracy": {"mean": accuracy, "standard_error": 0.0125}, "nats": {"mean": 1.5}, "version": 1}
-            scores |= {"sets": {"agreement": accuracy / 2}, "by": {"hops": {"2": {"accuracy": 0.15}}}, "curve": [1.25]}
-            where = f"elsewhere/step-{step:08}/model"
-            found = {"tasks": {task: scores}, "checkpoint": where, "budget": 2, "selection": "causal"}
-            write_json(place / "results.json", found)
     return folder
+
+
+@pytest.fixture
+def run(tmp_path, finished) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 # The code that travels
@@ -105,9 +114,15 @@ def site_packages() -> str:
     return os.pathsep.join(dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib")))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("version", ["newest", "oldest"])
-def test_a_fresh_process_without_the_package(tmp_path, version):
+@pytest.mark.parametrize(
+    ("version", "kinds"),
+    [
+        ("newest", ("causal", "block-residual")),
+        pytest.param("newest", KINDS, marks=pytest.mark.slow),
+        pytest.param("oldest", KINDS, marks=pytest.mark.slow),
+    ],
+)
+def test_a_fresh_process_without_the_package(tmp_path, version, kinds):
     paths = site_packages()
     if version == "oldest":
         oldest = Path(sys.prefix) / "oldest-hf"
@@ -115,7 +130,7 @@ def test_a_fresh_process_without_the_package(tmp_path, version):
             pytest.skip("the oldest transformers is not installed here: `make test-all` does it")
         paths = f"{oldest}{os.pathsep}{paths}"
     cores, folders = {}, []
-    for kind in KINDS:
+    for kind in kinds:
         cores[kind] = model_in(tmp_path / kind / "native", kind)
         folders.append(str(export(tmp_path / kind / "native", out=tmp_path / kind / "out")))
     process = subprocess.run(
@@ -128,7 +143,7 @@ def test_a_fresh_process_without_the_package(tmp_path, version):
     assert process.returncode == 0, process.stderr
     found = torch.load(tmp_path / "found.pt")
     assert found["version"].startswith("5.17.") == (version == "oldest")
-    for kind, folder in zip(KINDS, folders, strict=True):
+    for kind, folder in zip(kinds, folders, strict=True):
         check_like_ours(cores[kind], tmp_path / kind / "native", found[folder])
 
 
@@ -167,7 +182,6 @@ def test_the_command(tmp_path, run, dtype, capsys):
         "bos_token_id": 256,
         "eos_token_id": 256,
         "pad_token_id": 256,
-        "use_cache": True,
     }
     wanted = None if dtype == "auto" else torch.bfloat16
     native = Thoughtbubbles.load(run, dtype=wanted).eval()
@@ -202,6 +216,40 @@ def test_nothing_is_lost(tmp_path, run):
     assert not (tmp_path / "third").exists()
     (tmp_path / "empty").mkdir()
     export(run, out=tmp_path / "empty")
+    (tmp_path / "empty" / "drafts").mkdir()
+    with pytest.raises(ValueError, match="drafts is not from there"):
+        export(run, out=tmp_path / "empty")
+    (tmp_path / "empty" / "drafts").rmdir()
+    (tmp_path / "empty" / "weights").symlink_to(tmp_path / "second")
+    with pytest.raises(ValueError, match="weights is not from there"):
+        export(run, out=tmp_path / "empty")
+    (tmp_path / "empty" / "weights").unlink()
+    kept = tmp_path / "kept.py"
+    (tmp_path / "empty" / "shapes.py").rename(kept)
+    (tmp_path / "empty" / "shapes.py").symlink_to(kept)
+    with pytest.raises(ValueError, match=r"shapes\.py is not from there"):
+        export(run, out=tmp_path / "empty")
+
+
+def test_a_link_and_the_folder_where_one_stands(tmp_path, run, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    export(run, out=tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert "# disk" in (tmp_path / "disk" / "README.md").read_text()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    export(run, out=Path("."))
+    assert "# here" in (tmp_path / "here" / "README.md").read_text()
+
+
+def test_saving_an_export_anew_points_to_no_code(tmp_path):
+    """Opened with our class, so the code beside the weights is not there to be written again."""
+    model_in(tmp_path / "native")
+    model = AutoModelForCausalLM.from_pretrained(export(tmp_path / "native", out=tmp_path / "out"))
+    assert type(model) is ThoughtbubblesForCausalLM
+    model.save_pretrained(tmp_path / "again")
+    assert "auto_map" not in json.loads((tmp_path / "again" / "config.json").read_text())
 
 
 # The card
@@ -209,6 +257,38 @@ def test_nothing_is_lost(tmp_path, run):
 
 def front_matter(text: str) -> dict:
     return yaml.safe_load(re.match(r"---\n(.*?)\n---\n", text, re.DOTALL).group(1))
+
+
+def results(place: Path) -> dict:
+    return json.loads((place / "results.json").read_text())
+
+
+def percent(mark: dict) -> str:
+    return f"{100 * mark['mean']:.2f} ± {100 * mark['standard_error']:.2f}"
+
+
+def expected_lines(run: Path, step: int) -> list[str]:
+    (whole,) = (run / f"step-{step:08}").glob("eval-*")
+    tasks, limited = results(whole)["tasks"], results(run / f"eval-{step}")["tasks"]["arc_easy"]
+    lambada, blimp = tasks["lambada"], tasks["blimp"]
+    ways = [
+        f"| {way['title']} | {way['nats']:.4f} ± {way['standard_error']:.4f} | {way['perplexity']:,.2f} ± "
+        f"{way['perplexity_standard_error']:,.2f} | {way['bits_per_byte']:.4f} | 20 | corpus, val | causal | 2 "
+        "| float32 |"
+        for way in tasks["perplexity"]["ways"].values()
+    ]
+    assert len(ways) >= 2
+    words = f"{lambada['perplexity']['mean']:,.2f} ± {lambada['perplexity']['standard_error']:,.2f}"
+    return [
+        *ways,
+        "| exam | documents | accuracy | acc | acc_norm | perplexity | chance | limit | selection | budget | "
+        "precision |",
+        f"| LAMBADA | 4 | {percent(lambada['accuracy'])} |  |  | {words} |  |  | causal | 2 | float32 |",
+        f"| BLiMP | 4 | {percent(blimp['accuracy'])} | {percent(blimp['accuracy_sum'])} | "
+        f"{percent(blimp['accuracy_character'])} |  | 50.00 |  | causal | 2 | float32 |",
+        f"| {limited['title']} | 2 | {percent(limited['accuracy'])} | {percent(limited['accuracy_sum'])} | "
+        f"{percent(limited['accuracy_character'])} |  | 25.00 | 2 | causal | 1.5 | float32 |",
+    ]
 
 
 def test_the_card_tells_the_runs_own_numbers(tmp_path, run):
@@ -225,21 +305,39 @@ def test_the_card_tells_the_runs_own_numbers(tmp_path, run):
         "| held-out loss (nats), web | 3.1300 |",
         "| recipe | first\\|try |",
         "| data | books, web |",
-        "| blimp (causal selection, budget 2): accuracy | 0.8000 ± 0.0125 |",
-        "| piqa (causal selection, budget 2): nats | 1.5000 |",
-        "| piqa (causal selection, budget 2): accuracy | 0.8000 ± 0.0125 |",
-        "| blimp (causal selection, budget 2): sets agreement | 0.4000 |",
+        "Results of `thoughtbubbles eval`.",
         f"| parameters | {sum(p.numel() for p in Thoughtbubbles.load(run).parameters()):,} |",
+        *expected_lines(run, 80),
     ):
         assert line in text, line
-    assert text.count("accuracy") == 2
-    for absent in ("4.4", "4.04", "1.25", "0.15", "None"):
+    assert len(re.findall(r"^\|.*float32 \|$", text, re.MULTILINE)) == len(expected_lines(run, 80))  # dtype is one, too
+    for absent in ("4.4000", "4.0400", "None", "seconds", "truncated"):
         assert absent not in text
     earlier = (export(run / "step-00000040", out=tmp_path / "earlier") / "README.md").read_text()
     assert "| steps | 40 |" in earlier
-    assert "accuracy | 0.4000 ± 0.0125 |" in earlier
     assert "books | 4.0400 |" in earlier
-    assert not any(later in earlier for later in ("3.3", "3.03", "0.8"))
+    for line in expected_lines(run, 40):
+        assert line in earlier
+    assert not any(later in earlier for later in ("3.3000", "3.0300", expected_lines(run, 80)[0]))
+
+
+def test_half_a_line_of_metrics_is_one_line_less(tmp_path, run):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 80, "held_out": {"bo')
+    text = (export(run, out=tmp_path / "out") / "README.md").read_text()
+    assert "| held-out loss (nats), books | 3.0300 |" in text
+    assert "| tokens | 8,000 |" in text
+
+
+def test_an_export_of_an_export_keeps_its_numbers(tmp_path, run):
+    first = export(run, out=tmp_path / "first", dtype=torch.bfloat16)
+    once = (first / "README.md").read_text()
+    again = (export(first, out=tmp_path / "again", dtype=torch.float32) / "README.md").read_text()
+    tail = once[once.index("The numbers below") :]
+    assert "## Training" in tail
+    assert "## Evaluation" in tail
+    assert again.endswith(tail)
+    assert again.count("The numbers below") == 1
 
 
 def test_a_card_without_a_run_invents_nothing(tmp_path):
@@ -249,8 +347,20 @@ def test_a_card_without_a_run_invents_nothing(tmp_path):
     assert "## Evaluation" not in text
     assert "no cache is exact" in text
     (tmp_path / "metrics.jsonl").write_text("no json")
-    for kind, words in (("plain", "without forks"), ("copy-3", "copy-3 baseline")):
-        assert words in card("x", config_of(kind), parameters=1, dtype="float32", folder=tmp_path)
+    for kind, words in (
+        ("plain", "without forks"),
+        ("copy-3", "copy-3 baseline"),
+        ("causal-residual", "A row keeps at most 1.5 streams a token, counted over all of it"),
+        ("causal-residual", "a single token may have up to 8."),
+        ("block-fixed", "A row of any length keeps at most what 2 streams a token are in a full one"),
+    ):
+        described = card(
+            "x", config_of(kind), parameters=1, dtype="float32", folder=tmp_path, has_tokenizer=kind == "plain"
+        )
+        assert words in " ".join(described.split())
+        assert ("AutoTokenizer" in described) == (kind == "plain")
+    save_model(tmp_path / "ids", lively_model(config_of("causal"), dtype=torch.float32))
+    assert "AutoTokenizer" not in (export(tmp_path / "ids", out=tmp_path / "no-text") / "README.md").read_text()
 
 
 def test_numbers_of_a_converted_model_are_those_before(tmp_path, run):

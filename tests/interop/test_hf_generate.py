@@ -1,6 +1,7 @@
 """`generate` is ours: greedy, batched, sampled, with beams, through our cache and without; and what a cache can do."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ from hf_models import CACHED, KINDS, config_of, pair, slow_but
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 from helpers import SAME_FUNCTION_FLOAT32, SAME_ROW, SAME_ROW_FLOAT32, lively_model, random_ids
+from thoughtbubbles import Thoughtbubbles
 from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Rows, Sampling, processed
+from thoughtbubbles.interop.export import export
 from thoughtbubbles.interop.hf import ThoughtbubblesCache, ThoughtbubblesForCausalLM
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]
@@ -62,6 +65,50 @@ def test_a_budget_for_each_row(tmp_path):
     assert model.generate(**batch(PROMPTS), max_new_tokens=6, **GREEDY)[:, 7:].tolist() != expected
 
 
+@pytest.mark.parametrize(
+    "copies", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2, "top_k": 1}], ids=str
+)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_budget_for_each_row_and_all_its_texts(tmp_path, copies, use_cache):
+    model, _ = pair(tmp_path / "model", "causal", dtype=torch.float64, budget=4)
+    options = {"max_new_tokens": 6, "repetition_penalty": PENALTY, "use_cache": use_cache, **copies}
+    n = copies.get("num_return_sequences", 1)
+    rows = [batch([prompt]) for prompt in PROMPTS]
+    alone = [
+        model.generate(**row, **options, budget=r)[:, len(p) :]
+        for row, p, r in zip(rows, PROMPTS, (1, "4/3", 3), strict=True)
+    ]
+    together = model.generate(**batch(PROMPTS), **options, budget=[1, "4/3", 3])[:, 7:]
+    assert together.shape == (3 * n, 6)
+    assert torch.equal(together, torch.cat(alone))
+    assert not torch.equal(together, model.generate(**batch(PROMPTS), **options, budget=[3, "4/3", 1])[:, 7:])
+    same = model.generate(**batch(PROMPTS), **options, budget=[1.5])
+    assert torch.equal(same, model.generate(**batch(PROMPTS), **options, budget=1.5))
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"generation_config": GenerationConfig(max_new_tokens=9, **GREEDY)}], ids=["", "config"]
+)
+@pytest.mark.parametrize(("written", "opened"), [("causal", "block"), ("block", "causal")])
+def test_the_cache_follows_the_selection_that_a_model_is_opened_with(tmp_path, written, opened, given):
+    _, core = pair(tmp_path / "model", written, dtype=torch.float64, budget=1.2)
+    folder = export(tmp_path / "model", out=tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(folder, selection=opened).eval()
+    save_model(tmp_path / "ours", lively_model(replace(core.config, selection=opened), dtype=torch.float64))
+    expected = ours(Thoughtbubbles.load(tmp_path / "ours").eval(), PROMPTS, max_new=9, sampling=OUR_GREEDY)
+    options = given or {"max_new_tokens": 9, **GREEDY}
+    found = model.generate(**batch(PROMPTS), **options)
+    assert found[:, 7:].tolist() == expected
+    out = model.generate(**batch(PROMPTS), **GREEDY, max_new_tokens=9, return_dict_in_generate=True)
+    assert (out.past_key_values is None) == (opened == "block")
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", selection=written).eval()
+    out = again.generate(**batch(PROMPTS), **GREEDY, max_new_tokens=2, return_dict_in_generate=True)
+    assert (out.past_key_values is None) == (written == "block")
+    model.generation_config.use_cache = True  # what the user says is kept
+    assert model.generate(**batch(PROMPTS), max_new_tokens=2, return_dict_in_generate=True).past_key_values is not None
+
+
 def test_the_cache_of_block_selection_is_the_causal_rule(tmp_path):
     model, core = pair(tmp_path / "model", "block", dtype=torch.float64, budget=1.2)
     greedy = {"max_new_tokens": 9, **GREEDY}
@@ -71,7 +118,7 @@ def test_the_cache_of_block_selection_is_the_causal_rule(tmp_path):
     exact = model.generate(**batch(PROMPTS), **greedy)[:, 7:].tolist()
     assert exact != approximate
     assert model.generate(**batch(PROMPTS), generation_config=GenerationConfig(**greedy))[:, 7:].tolist() == exact
-    assert model.config.use_cache is False
+    assert model.generation_config.use_cache is None  # decided when it is asked, and left open in what is saved
     fixed, _ = pair(tmp_path / "fixed", "block-fixed")
     with pytest.raises(ValueError, match="a fixed budget looks at the whole block"):
         fixed.generate(**batch(PROMPTS), **greedy, use_cache=True)
@@ -254,7 +301,7 @@ def test_what_a_cache_can_do(tmp_path):
         cache.crop(-3)  # the second row has one token only
     with pytest.raises(ValueError, match="input_ids has 1 rows, past_key_values 3"):
         model(more[:1], past_key_values=cache)
-    with pytest.raises(ValueError, match=r"input_ids have shape \(3, 4\), the attention mask or labels \(3, 9\)"):
+    with pytest.raises(ValueError, match=r"input_ids have shape \(3, 4\), attention_mask \(3, 9\)"):
         model(more, attention_mask=mask[:, :9], past_key_values=cache)
     with pytest.raises(ValueError, match="hole in row 0"):
         model(more, attention_mask=mask.index_fill(1, torch.tensor(8), 0), past_key_values=cache)
@@ -270,6 +317,11 @@ def test_the_block_size_is_the_end(tmp_path):
     for use_cache in (True, False):
         with pytest.raises(ValueError, match=message):
             model.generate(**batch(PROMPTS), max_new_tokens=10, use_cache=use_cache)
+        with pytest.raises(ValueError, match=message):  # one row: the library drops its mask
+            model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=10, use_cache=use_cache)
+        with pytest.raises(ValueError, match=r"(max_length = 17|7 and 10 new tokens).* block_size = 16"):
+            model.generate(torch.tensor(PROMPTS[:1]), max_length=17, use_cache=use_cache)
+    assert model.generate(torch.tensor(PROMPTS[:1]), max_length=16).shape == (1, 16)
     ids = random_ids(core.config, 1, 16)
     cache = model(ids[:, :14], use_cache=True).past_key_values
     with pytest.raises(ValueError, match="the cache is full"):
@@ -299,6 +351,8 @@ def test_the_pipeline(tmp_path, selection):
     save_model(tmp_path / "model", core, tokenizer=tokenizer("bytes"))
     write = pipeline("text-generation", model=str(tmp_path / "model"), dtype=torch.float64, batch_size=2)
     prompts = ["fork", "a"]
+    with pytest.raises(ValueError, match=r"a prompt of 4 and 256 new tokens .* ask for at most 12"):  # its own default
+        write("fork")
     found = write(prompts, max_new_tokens=6, do_sample=False, return_full_text=False)
     requests = [Request(prompt=p, max_new=6, sampling=Sampling(temperature=0)) for p in prompts]
     expected = [completion.text for completion in generate(core, requests, tokenizer=tokenizer("bytes"))]
@@ -306,3 +360,20 @@ def test_the_pipeline(tmp_path, selection):
     theirs = AutoTokenizer.from_pretrained(tmp_path / "model", padding_side="left")
     inputs = theirs(prompts, return_tensors="pt", padding=True)
     assert theirs.batch_decode(write.model.generate(**inputs, max_new_tokens=6, do_sample=False)[:, 4:]) == expected
+
+
+@pytest.mark.parametrize("options", [{"use_cache": True}, {"use_cache": False}, {"num_beams": 2}], ids=str)
+def test_stop_strings(tmp_path, options):
+    core = lively_model(config_of("causal", vocab_size=300, merge="original"), dtype=torch.float32).eval()
+    with torch.no_grad():  # it writes "n", whatever it reads
+        core.final_norm.weight.zero_()
+        core.final_norm.bias.normal_()
+        core.embedding.weight[ord("n")] = core.final_norm.bias * 10
+    save_model(tmp_path / "model", core, tokenizer=tokenizer("bytes"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
+    inputs = theirs("a", return_tensors="pt")
+    found = model.generate(
+        **inputs, max_new_tokens=9, do_sample=False, stop_strings=["nnn"], tokenizer=theirs, **options
+    )
+    assert theirs.decode(found[0]) == "annn"

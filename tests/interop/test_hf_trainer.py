@@ -141,6 +141,8 @@ def test_text_in_a_fine_tuned_model_out(tmp_path):
     with torch.no_grad():
         assert torch.equal(native(ids, want=("logits",)).logits, again(ids).logits)
     assert again.config.n_ids == 257
+    written = again.generate(ids[:, :5], max_new_tokens=2, return_dict_in_generate=True)
+    assert written.past_key_values is not None  # the Trainer turns the cache off for itself alone
     out = export(tmp_path / "tuned", out=tmp_path / "hub")
     with torch.no_grad():
         assert torch.equal(AutoModelForCausalLM.from_pretrained(out).eval()(ids).logits, again(ids).logits)

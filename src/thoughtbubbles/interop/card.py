@@ -1,7 +1,11 @@
-"""The model card: a README.md written from the run's own files. A number that is not there is not in the card."""
+"""The model card: a README.md written from the run's own files. A number that is not there is not in the card.
+
+An export knows no run: when it is exported again, the numbers of its own card are kept.
+"""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +25,12 @@ USE = """\
 ## How to use it
 
 ```python
+{snippet}```
+
+The code beside the weights needs PyTorch and transformers 5.17 or newer. With the package `thoughtbubbles` installed,
+`import thoughtbubbles.interop.hf` takes its place, and `trust_remote_code` is not needed.
+"""
+WITH_TOKENIZER = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "."  # or the name of this repository
@@ -28,19 +38,38 @@ model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))
-```
+"""
+WITH_IDS = """\
+import torch
+from transformers import AutoModelForCausalLM
 
-The code beside the weights needs PyTorch and transformers 5.17 or newer. With the package `thoughtbubbles` installed,
-`import thoughtbubbles.interop.hf` takes its place, and `trust_remote_code` is not needed.
+folder = "."  # or the name of this repository
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+ids = torch.tensor([[1, 2, 3]])  # no tokenizer came with these weights
+print(model.generate(ids, max_new_tokens=32)[0])
 """
 PLAIN = "It is the plain baseline: a GPT without forks."
 COPIES = "It is the copy-{copies} baseline: every token enters {copies} times, and nothing forks."
 FORKS = """\
-It forks: before the blocks {layers}, streams may be copied or deleted, and at most {budget} streams a token survive
-(`generate(…, budget=…)` changes that number). Selection: {selection}. Merge: {merge}."""
+It forks: before the blocks {layers}, streams may be copied or deleted. {most}
+(`generate(…, budget=…)` changes that number); a single token may have up to {bubble}.
+Selection: {selection}. Merge: {merge}."""
+MOST = {
+    "proportional": "A row keeps at most {budget} streams a token, counted over all of it",
+    "fixed": "A row of any length keeps at most what {budget} streams a token are in a full one",
+}
 BLOCK = """\
 Block selection looks at the whole row, later tokens included, so no cache is exact: `generate` reads all of every row
 anew unless it is told `use_cache=True`, which lets the causal rule stand in."""
+CONVERTED = "The numbers below are those of the {before} weights, before they were converted to {dtype}.\n"
+RESULTS = "Results of `thoughtbubbles eval`.\n"
+PERPLEXITY = ("text, scored", "nats a token", "perplexity", "bits a byte", "tokens")
+EXAMS = ("exam", "documents", "accuracy", "acc", "acc_norm", "perplexity", "chance")
+CONDITIONS = ("limit", "data", "selection", "budget", "precision")
+MARKS = """\
+Accuracy in percent ± standard error; accuracy: the choice of the lowest mean loss a token, acc: of the lowest loss in
+all, acc_norm: of the lowest loss a character (the last two as in lm-evaluation-harness).
+"""
 
 
 class Row(NamedTuple):
@@ -48,25 +77,41 @@ class Row(NamedTuple):
     value: object
 
 
-def card(name: str, config: ModelConfig, *, parameters: int, dtype: str, folder: Path) -> str:
+def card(name: str, config: ModelConfig, *, parameters: int, dtype: str, folder: Path, has_tokenizer: bool) -> str:
     """`folder` is the one that the model comes from, inside its run or alone; `dtype` that of the exported weights."""
-    parts = [FRONT, f"# {name}\n", about(config) + "\n", USE, "## The model\n"]
-    parts.append(table([Row("parameters", parameters), Row("dtype", dtype), *shape(config)]))
-    training = list(training_rows(folder))
-    scores = [row for path in result_files(folder) for row in result_rows(path)]
+    use = USE.format(snippet=WITH_TOKENIZER if has_tokenizer else WITH_IDS)
+    parts = [FRONT, f"# {name}\n", about(config) + "\n", use, "## The model\n"]
+    parts.append(facts([Row("parameters", parameters), Row("dtype", dtype), *shape(config)]))
+    known = earlier_sections(folder)
+    training = facts(list(training_rows(folder))) or known.get("Training", "")
+    scores = "\n".join(filter(None, [evaluation(result_files(folder)), known.get("Evaluation", "")]))
     before = read_json(folder / "config.json").get("dtype", dtype)
-    if before != dtype and (training or scores):
-        parts.append(f"The numbers below are those of the {before} weights, before they were converted to {dtype}.\n")
-    parts += ["## Training\n", table(training)] if training else []
-    parts += ["## Evaluation\n", table(scores)] if scores else []
-    return "\n".join(parts)
+    if training or scores:
+        parts.append(known.get("converted", CONVERTED.format(before=before, dtype=dtype) if before != dtype else ""))
+    parts += ["## Training\n", training] if training else []
+    parts += ["## Evaluation\n", scores] if scores else []
+    return "\n".join(part for part in parts if part)
+
+
+def earlier_sections(folder: Path) -> dict[str, str]:
+    """Of the card of an export, by heading; `converted` is what it says of a conversion."""
+    if not (folder / "modeling_thoughtbubbles.py").is_file() or not (folder / "README.md").is_file():
+        return {}
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    _, *parts = re.split(r"^## (.+)\n+", text, flags=re.MULTILINE)
+    found = {heading: body.rstrip() + "\n" for heading, body in zip(parts[::2], parts[1::2], strict=True)}
+    converted = re.search(r"^The numbers below are those of .*\n", text, flags=re.MULTILINE)
+    return found | ({"converted": converted.group()} if converted else {})
 
 
 def about(config: ModelConfig) -> str:
     kind = PLAIN if config.copies == 1 else COPIES.format(copies=config.copies)
     if config.fork_layers:
         layers = ", ".join(map(str, config.fork_layers))
-        kind = FORKS.format(layers=layers, budget=config.budget, selection=config.selection, merge=config.merge)
+        most = MOST[config.budget_mode].format(budget=config.budget)
+        kind = FORKS.format(
+            layers=layers, most=most, bubble=config.max_bubble, selection=config.selection, merge=config.merge
+        )
         kind += f"\n{BLOCK}" if config.selection == "block" else ""
     return f"A language model of the Thoughtbubbles family. {kind}"
 
@@ -90,12 +135,12 @@ def training_rows(folder: Path) -> Iterator[Row]:
     step, config = int(step_name), described.get("config", {})
     yield Row("recipe", config.get("name"))
     yield Row("steps", step)
-    facts = [line for line in metrics(run) if isinstance(line.get("step"), int) and line["step"] <= step]
-    trained = [line for line in facts if line["step"] == step and "loss" in line]
+    lines = [line for line in metrics(run) if isinstance(line.get("step"), int) and line["step"] <= step]
+    trained = [line for line in lines if line["step"] == step and "loss" in line]
     if trained:
         yield Row("tokens", trained[-1].get("tokens"))
         yield Row("training loss of the last step (nats)", trained[-1]["loss"])
-    held_out = [line for line in facts if isinstance(line.get("held_out"), dict)]
+    held_out = [line for line in lines if isinstance(line.get("held_out"), dict)]
     if held_out:
         at = "" if held_out[-1]["step"] == step else f", step {held_out[-1]['step']:,}"
         for source, loss in held_out[-1]["held_out"].items():
@@ -121,49 +166,98 @@ def is_about(path: Path, folder: Path) -> bool:
     return named.resolve() == folder.resolve() or named.parts[-2:] == folder.resolve().parts[-2:]
 
 
-def result_rows(path: Path) -> Iterator[Row]:
-    found = read_json(path)
-    rule = f" ({found['selection']} selection, budget {found['budget']})" if found.get("selection") else ""
-    tasks = found.get("tasks")
-    for task, scores in (tasks if isinstance(tasks, dict) else {}).items():
-        for name, value in numbers(scores):
-            yield Row(f"{task}{rule}: {name}", value)
+def evaluation(paths: Sequence[Path]) -> str:
+    """Perplexity by way, and one line an exam; groups, single windows and times stay in results.json."""
+    ways, exams = [], []
+    for path in paths:
+        found = read_json(path)
+        for task, scores in found.get("tasks", {}).items():
+            if task == "perplexity":
+                ways += [way_cells(way) | conditions(found, task) for way in scores["ways"].values()]
+            else:
+                exams.append(exam_cells(scores) | conditions(found, task))
+    parts = [table((*PERPLEXITY, *CONDITIONS), [list(line.values()) for line in ways])]
+    parts.append(table((*EXAMS, *CONDITIONS), [list(line.values()) for line in exams]))
+    parts.append(MARKS if exams else "")
+    return "\n".join([RESULTS, *filter(None, parts)]) if ways or exams else ""
 
 
-def numbers(value: Any, name: str = "", *, depth: int = 2) -> Iterator[tuple[str, object]]:
-    """The numbers of a task by name; lists and what lies deeper, such as single subjects, stay in results.json."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield name, value
-    elif isinstance(value, dict) and isinstance(value.get("mean"), float):
-        error = value.get("standard_error")
-        yield name, one_line(value["mean"]) + (f" ± {one_line(error)}" if isinstance(error, float) else "")
-    elif isinstance(value, dict) and depth:
-        for key, part in value.items():
-            yield from numbers(part, f"{name} {key}".strip(), depth=depth - 1)
+def way_cells(way: dict[str, Any]) -> dict[str, object]:
+    return {
+        "title": way["title"],
+        "nats": with_error(way["nats"], way["standard_error"], "{:.4f}"),
+        "perplexity": with_error(way["perplexity"], way["perplexity_standard_error"], "{:,.2f}"),
+        "bits_per_byte": way["bits_per_byte"],
+        "tokens": way["tokens"],
+    }
 
 
-def table(rows: list[Row]) -> str:
-    lines = [f"| {one_line(row.name)} | {one_line(row.value)} |" for row in rows if row.value is not None]
-    return "\n".join(["| | |", "| --- | --- |", *lines, ""])
+def exam_cells(exam: dict[str, Any]) -> dict[str, object]:
+    marks = [exam.get(way) for way in ("accuracy", "accuracy_sum", "accuracy_character")]
+    percent = [mark and with_error(100 * mark["mean"], scaled(mark["standard_error"]), "{:.2f}") for mark in marks]
+    words = exam.get("perplexity")
+    return {
+        "title": exam["title"],
+        "documents": exam["documents"],
+        **dict(zip(EXAMS[2:5], percent, strict=True)),
+        "words": words and with_error(words["mean"], words["standard_error"], "{:,.2f}"),
+        "chance": None if exam["chance"] is None else f"{100 * exam['chance']:.2f}",
+    }
+
+
+def conditions(found: dict[str, Any], task: str) -> dict[str, object]:
+    """What the numbers depend on, in the order of CONDITIONS."""
+    settings, is_text = found["settings"], task == "perplexity"
+    return {
+        "limit": None if is_text else settings["limit"],
+        "data": f"{Path(settings['data']).name}, {settings['split']}" if is_text else None,
+        "selection": found["selection"],
+        "budget": found["budget"],
+        "precision": settings["dtype"],
+    }
+
+
+def scaled(error: float | None) -> float | None:
+    return None if error is None else 100 * error
+
+
+def with_error(value: float, error: float | None, form: str) -> str:
+    return form.format(value) + ("" if error is None else f" ± {form.format(error)}")
+
+
+def facts(rows: list[Row]) -> str:
+    return table(("", ""), [list(row) for row in rows if row.value is not None])
+
+
+def table(heading: Sequence[str], lines: list[list[object]]) -> str:
+    """Without the columns that are empty; nothing where there are no lines."""
+    used = [i for i in range(len(heading)) if any(line[i] is not None for line in lines)]
+    every: list[Sequence[object]] = [heading, ["---"] * len(heading), *lines]
+    written = ["| " + " | ".join(one_line(line[i]) for i in used) + " |" for line in every]
+    return "\n".join([*written, ""]) if lines else ""
 
 
 def one_line(value: object) -> str:
+    if value is None:
+        return ""
     if isinstance(value, float):
         return f"{value:.4f}"
     return (f"{value:,}" if isinstance(value, int) else str(value)).replace("|", "\\|").replace("\n", " ")
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    try:
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-        return [line for line in map(json.loads, lines) if isinstance(line, dict)]
-    except (OSError, ValueError):
-        return []
+    """A run that was killed may have left half a line."""
+    path = run / "metrics.jsonl"
+    return [parsed(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    return parsed(path.read_bytes()) if path.is_file() else {}
+
+
+def parsed(text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found = json.loads(text)
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -26,7 +26,6 @@ from thoughtbubbles.checkpoint import (
     write_manifest,
     write_model,
 )
-from thoughtbubbles.generate.requests import exact_method
 from thoughtbubbles.interop.card import card
 from thoughtbubbles.interop.remote_code import AUTO_MAP, remote_code
 
@@ -35,6 +34,7 @@ CARD, GENERATION = "README.md", "generation_config.json"
 
 def export(checkpoint: Path, *, out: Path, dtype: torch.dtype | None = None) -> Path:
     """Writes the folder `out`; one that holds anything but an earlier export is a ValueError."""
+    out = out.resolve()  # a link's target is replaced, not the link
     check_out(out)
     folder = find_model(checkpoint)
     model, tokenizer = load_model(folder, dtype=dtype), load_folder_tokenizer(folder)
@@ -42,15 +42,16 @@ def export(checkpoint: Path, *, out: Path, dtype: torch.dtype | None = None) -> 
     write_model(partial, model.config, model.state_dict(), tokenizer=tokenizer)
     write_json(partial / CONFIG, {**json.loads((partial / CONFIG).read_text()), "auto_map": AUTO_MAP})
     ids = {} if tokenizer is None else {name: i for name, i in ids_of(tokenizer).items() if name.endswith("_token_id")}
-    write_json(partial / GENERATION, {**ids, "use_cache": exact_method(model.config) == "cached"})
+    write_json(partial / GENERATION, ids)
     for name, text in remote_code().items():
         (partial / name).write_text(text, encoding="utf-8")
     written = card(
-        out.resolve().name,
+        out.name,
         model.config,
         parameters=sum(weight.numel() for weight in model.parameters()),
         dtype=str(model.embedding.weight.dtype).removeprefix("torch."),
         folder=folder.resolve(),
+        has_tokenizer=tokenizer is not None,
     )
     (partial / CARD).write_text(written, encoding="utf-8")
     write_manifest(partial)
@@ -66,8 +67,11 @@ def check_out(out: Path) -> None:
     wrong = damage(out, required=("modeling_thoughtbubbles.py", CARD))
     if wrong is None:
         listed = {MANIFEST, *json.loads((out / MANIFEST).read_text())}
-        others = [path for path in sorted(out.rglob("*")) if path.is_file()]
-        unlisted = [name for path in others if (name := path.relative_to(out).as_posix()) not in listed]
+        unlisted = [
+            path.relative_to(out).as_posix()
+            for path in sorted(out.rglob("*"))
+            if path.is_symlink() or path.relative_to(out).as_posix() not in listed
+        ]
         wrong = f"{unlisted[0]} is not from there" if unlisted else None
     if wrong is not None:
         raise ValueError(

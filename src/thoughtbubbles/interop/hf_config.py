@@ -12,7 +12,8 @@ class ThoughtbubblesConfig(PreTrainedConfig):
     """The fields of ModelConfig, checked as there. With none of them given: our 150m.
 
     n_ids      ids that mean something, those of the tokenizer; `generate` writes no others
-    use_cache  whether `generate` reads through the cache; by default where that is exact
+    use_cache  whether `generate` reads through the cache, for the generation config to begin with; None: where that is
+               exact, which is seen when it is asked, for fields may change
     """
 
     model_type = "thoughtbubbles"
@@ -41,9 +42,11 @@ class ThoughtbubblesConfig(PreTrainedConfig):
             raise ValueError(f"n_ids = {n_ids}: give the tokenizer's size, from 1 to vocab_size = {core.vocab_size}")
         for name, value in asdict(core).items():
             setattr(self, name, value)
+        if __name__.startswith("thoughtbubbles."):  # not the code beside the weights, which is what this would point to
+            others.pop("auto_map", None)
         super().__init__(**{**others, "tie_word_embeddings": True})  # the output table is the embedding
         self.n_ids = n_ids
-        self.use_cache = core.is_causal if use_cache is None else use_cache
+        self.use_cache = use_cache
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
 
     @classmethod

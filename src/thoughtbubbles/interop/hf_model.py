@@ -4,6 +4,7 @@ Its children are the core's, under the core's names, so the weights on disk are 
 here: padding on either side becomes rows with lengths, labels become targets, `past_key_values` becomes our cache.
 """
 
+import copy
 import math
 from functools import partial
 from typing import Any
@@ -18,18 +19,20 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from thoughtbubbles.interop.hf_cache import ThoughtbubblesCache
 from thoughtbubbles.interop.hf_config import ThoughtbubblesConfig
 from thoughtbubbles.interop.hf_padding import Padding
+from thoughtbubbles.interop.hf_refusals import (
+    of_columns,
+    refuse,
+    refuse_caching,
+    refuse_labels_behind_padding,
+    refuse_parts,
+    refuse_too_long,
+)
 from thoughtbubbles.model.budget import Budget, BudgetLike
-from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.initial import has_numbers
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-UNUSED = {
-    "position_ids": "positions follow from the attention mask, and those of forks lie between them: leave it out",
-    "inputs_embeds": "a row of streams begins with ids: give input_ids",
-    "output_attentions": "a model with forks has streams, not tokens, to attend to: use trace= of model.core",
-    "output_hidden_states": "a model with forks has streams, not tokens, in its layers: use trace= of model.core",
-}
+OUTPUTS = ("output_attentions", "output_hidden_states")  # what a config may ask for in every call
 
 
 class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
@@ -71,6 +74,9 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         resized = super().resize_token_embeddings(*args, **kwargs)
         self.core.config = self.config.core()
+        if self.config.n_ids is not None:
+            wanted = args[0] if args else kwargs.get("new_num_tokens")  # rows beyond it, if any, are padding
+            self.config.n_ids = min(wanted or self.config.n_ids, self.config.vocab_size)
         return resized
 
     def gradient_checkpointing_enable(
@@ -116,7 +122,8 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch  what the sum of losses is divided by in place of the number of labels here
         budget              streams per token in place of the config's: a number, or one for each row
         """
-        refuse(unused)
+        refuse({name: getattr(self.config, name, None) for name in OUTPUTS} | unused)
+        refuse_parts(getattr(self, "hf_device_map", {}))
         if input_ids is None:
             raise ValueError("input_ids is missing: give a tensor of ids (batch, tokens)")
         use_cache = past_key_values is not None if use_cache is None else use_cache
@@ -138,8 +145,10 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         num_items: int | Tensor | None,
         **options: Any,
     ) -> CausalLMOutputWithPast:
-        padding = None if attention_mask is None else Padding.of(of_columns(attention_mask, ids))
-        targets = None if labels is None else F.pad(of_columns(labels, ids), (0, 1), value=IGNORED)[:, 1:]
+        padding = None if attention_mask is None else Padding.of(of_columns("attention_mask", attention_mask, ids))
+        targets = None if labels is None else F.pad(of_columns("labels", labels, ids), (0, 1), value=IGNORED)[:, 1:]
+        if labels is not None and padding is not None and num_items is not None and self.training:
+            refuse_labels_behind_padding(labels, padding.is_real)
         last_only = isinstance(logits_to_keep, int) and logits_to_keep == 1 and ends_in_tokens(padding)
         want = () if self.training and labels is not None else ("next_logits" if last_only else "logits",)
         out = self.core(
@@ -174,7 +183,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is not None and attention_mask.shape[1] == cache.get_seq_length() + ids.shape[1]:
             Padding.of(attention_mask)  # no holes, those of the past included
             attention_mask = attention_mask[:, -ids.shape[1] :]
-        padding = None if attention_mask is None else Padding.of(of_columns(attention_mask, ids))
+        padding = None if attention_mask is None else Padding.of(of_columns("attention_mask", attention_mask, ids))
         is_last_enough = isinstance(logits_to_keep, int) and logits_to_keep == 1 and ends_in_tokens(padding)
         logits = cache.read(self.core, ids, padding, budget)
         if logits.ndim == 3:
@@ -201,8 +210,17 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         n_ids = self.config.n_ids
         if n_ids is not None and n_ids < self.config.vocab_size:
             logits_processor = LogitsProcessorList([*(logits_processor or ()), KnownIds(n_ids)])
-        if self.generation_config.use_cache is None:  # the library's default would be True
-            self.generation_config.use_cache = self.config.use_cache
+        said = (
+            kwargs.get("use_cache"),
+            getattr(generation_config, "use_cache", None),
+            self.generation_config.use_cache,
+        )
+        if all(value is None for value in said):  # the library's default would be True
+            if generation_config is None:
+                kwargs["use_cache"] = self.core.config.is_causal
+            else:
+                generation_config = copy.copy(generation_config)
+                generation_config.use_cache = self.core.config.is_causal
         return super().generate(inputs, generation_config, logits_processor, **kwargs)
 
     def prepare_inputs_for_generation(
@@ -213,10 +231,20 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
                 "a row ends with padding, so what follows it would not follow the text: pad on the left "
                 "(tokenizer.padding_side = 'left')"
             )
+        for name in ("tokenizer", "assistant_tokenizer"):  # stop strings need them, the model does not
+            kwargs.pop(name, None)
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids, *args, attention_mask=attention_mask, **kwargs
         )
         return inputs
+
+    def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+        """Several texts for each prompt, each with its prompt's budget."""
+        if expand_size > 1 and isinstance(budget := kwargs.get("budget"), (list, tuple)):
+            rows = [f"{n}/{d}" for n, d in zip(*Budget.of(budget), strict=True)]
+            kwargs["budget"] = rows if len(rows) == 1 else [row for row in rows for _ in range(expand_size)]
+        expanded: tuple[Tensor, dict[str, Any]] = super()._expand_inputs_for_generation(expand_size, **kwargs)
+        return expanded
 
     def _prepare_cache_for_generation(
         self,
@@ -230,7 +258,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
             raise ValueError(f"cache_implementation = {kind!r}: streams need a cache of their own; leave it out")
-        refuse_too_long(self.config.block_size, generation_config.max_length, model_kwargs.get("attention_mask"))
+        refuse_too_long(self.config.block_size, generation_config, model_kwargs.get("attention_mask"))
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = ThoughtbubblesCache(max_cache_length)
 
@@ -243,48 +271,6 @@ class KnownIds(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores.index_fill(1, torch.arange(self.n_ids, scores.shape[1], device=scores.device), -math.inf)
-
-
-def refuse(unused: dict[str, Any]) -> None:
-    for name, value in unused.items():
-        if value is not None and value is not False:
-            raise ValueError(f"{name}: {UNUSED.get(name, 'this model has no such input; leave it out')}")
-
-
-def refuse_caching(config: ModelConfig, cache: Any, labels: Tensor | None) -> None:
-    if not isinstance(cache, ThoughtbubblesCache):
-        raise ValueError(
-            f"past_key_values is a {type(cache).__name__}: streams need a cache of their own; give what an earlier "
-            "call returned, or ThoughtbubblesCache()"
-        )
-    if labels is not None:
-        raise ValueError("labels with a cache: a loss needs gradients through all of a row, so give use_cache=False")
-    if config.fork_layers and config.budget_mode == "fixed":
-        raise ValueError(
-            "a fixed budget looks at the whole block, so no cache can follow it: give use_cache=False, or open the "
-            "model with budget_mode='proportional'"
-        )
-
-
-def refuse_too_long(block_size: int, max_length: int, attention_mask: Tensor | None) -> None:
-    if attention_mask is None:
-        return
-    longest, new = int(attention_mask.sum(1).max()), max_length - attention_mask.shape[1]
-    if longest + new > block_size:
-        raise ValueError(
-            f"a prompt of {longest} and {new} new tokens are more than block_size = {block_size}, and a row does not "
-            "slide past it: "
-            + (f"ask for at most {block_size - longest}" if longest < block_size else f"shorten it to {block_size - 1}")
-        )
-
-
-def of_columns(values: Tensor, ids: Tensor) -> Tensor:
-    if values.ndim == 2 and values.shape != ids.shape:
-        raise ValueError(
-            f"input_ids have shape {tuple(ids.shape)}, the attention mask or labels {tuple(values.shape)}: "
-            "give one number for each id"
-        )
-    return values
 
 
 def ends_in_tokens(padding: Padding | None) -> bool:

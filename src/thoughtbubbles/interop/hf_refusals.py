@@ -1,0 +1,89 @@
+"""What Hugging Face's callers may not ask for, in words that say what to do instead."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from thoughtbubbles.interop.hf_cache import ThoughtbubblesCache
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.loss import IGNORED
+
+UNUSED = {
+    "position_ids": "positions follow from the attention mask, and those of forks lie between them: leave it out",
+    "inputs_embeds": "a row of streams begins with ids: give input_ids",
+    "output_attentions": "a model with forks has streams, not tokens, to attend to: use trace= of model.core",
+    "output_hidden_states": "a model with forks has streams, not tokens, in its layers: use trace= of model.core",
+}
+
+
+def refuse(unused: dict[str, Any]) -> None:
+    for name, value in unused.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name}: {UNUSED.get(name, 'this model has no such input; leave it out')}")
+
+
+def refuse_parts(device_map: Mapping[str, object]) -> None:
+    devices = sorted({str(device) for device in device_map.values()})
+    if len(devices) > 1 or devices == ["disk"]:
+        raise ValueError(
+            f"device_map has put parts of the model on {' and '.join(devices)}: the embedding is also the output "
+            "table, so all of it must be on one device; give device_map='cuda:0' or 'cpu', or a narrower dtype"
+        )
+
+
+def refuse_caching(config: ModelConfig, cache: Any, labels: Tensor | None) -> None:
+    if not isinstance(cache, ThoughtbubblesCache):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}: streams need a cache of their own; give what an earlier "
+            "call returned, or ThoughtbubblesCache()"
+        )
+    if labels is not None:
+        raise ValueError("labels with a cache: a loss needs gradients through all of a row, so give use_cache=False")
+    if config.fork_layers and config.budget_mode == "fixed":
+        raise ValueError(
+            "a fixed budget looks at the whole block, so no cache can follow it: give use_cache=False, or open the "
+            "model with budget_mode='proportional'"
+        )
+
+
+def refuse_too_long(block_size: int, settings: GenerationConfig, attention_mask: Tensor | None) -> None:
+    """`max_length` is final here; there is no mask where nothing is padded."""
+    if attention_mask is not None:
+        longest, new = int(attention_mask.sum(1).max()), settings.max_length - attention_mask.shape[1]
+    elif settings.max_new_tokens is not None:
+        longest, new = settings.max_length - settings.max_new_tokens, settings.max_new_tokens
+    elif settings.max_length > block_size:
+        raise ValueError(f"max_length = {settings.max_length}: give at most block_size = {block_size}")
+    else:
+        return
+    if longest + new > block_size:
+        raise ValueError(
+            f"a prompt of {longest} and {new} new tokens are more than block_size = {block_size}, and a row does not "
+            "slide past it: "
+            + (f"ask for at most {block_size - longest}" if longest < block_size else f"shorten it to {block_size - 1}")
+        )
+
+
+def refuse_labels_behind_padding(labels: Tensor, is_real: Tensor) -> None:
+    """Nothing predicts them, but the Trainer's `num_items_in_batch` counts them: the mean would be too small."""
+    if torch.compiler.is_compiling():
+        return
+    unpredicted = (labels[:, 1:] != IGNORED) & ~is_real[:, :-1]
+    if bool(unpredicted.any()):
+        row, column = (int(place) for place in unpredicted.nonzero()[0])
+        raise ValueError(
+            f"labels has {int(labels[row, column + 1])} in row {row}, column {column + 1}, right behind padding: "
+            "nothing predicts it, but num_items_in_batch counts it; pad on the right for training "
+            "(tokenizer.padding_side = 'right'), with -100 as the label of padding, or give this label -100"
+        )
+
+
+def of_columns(name: str, values: Tensor, ids: Tensor) -> Tensor:
+    if values.shape != ids.shape and (values.ndim == 2 or name == "labels"):
+        raise ValueError(
+            f"input_ids have shape {tuple(ids.shape)}, {name} {tuple(values.shape)}: give one number for each id"
+        )
+    return values
