@@ -75,8 +75,10 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 def main() -> int:
     good = True
-    for source in sorted(RESULTS.glob("train_step-nvidia*.json")):
+    for source in sorted(RESULTS.glob("train_step-*.json")):
         record, path = json.loads(source.read_text()), HERE / f"{source.stem}.png"
+        if record["benchmark"] != "train_step":
+            continue
         if sys.argv[1:] != ["--check"]:
             draw(record, path)
         elif not path.is_file() or checksum(record).encode() not in path.read_bytes():

@@ -344,6 +344,7 @@ def test_ranks_share_the_work(models, questions, tmp_path, ranks, monkeypatch):
     assert {found["answered_before"] for found in again["tasks"].values()} == {3}
 
 
+@pytest.mark.slow  # to unpack them all takes half a minute
 @pytest.mark.data
 @pytest.mark.skipif("THOUGHTBUBBLES_DATA" not in os.environ, reason="THOUGHTBUBBLES_DATA names no folder of real sets")
 def test_real_sets(tmp_path):

@@ -241,7 +241,8 @@ def test_the_figure_comes_from_the_file(tmp_path):
     speed = {"milliseconds": 2.0, "low": 1.9, "high": 2.1, "tokens_per_second": 1e3, "tflops": 3.0}
     speed |= {"share_of_product": 0.5, "peak_memory_GiB": None}
     case = {"name": "nano-plain", "forward_backward": speed, "step": speed | {"milliseconds": 2.5}}
-    record = {"machine": "M", "product_tflops": 6.0, "cases": [case, {"name": "nano-copy-3", "error": "no memory"}]}
+    record = {"benchmark": "train_step", "machine": "M", "product_tflops": 6.0}
+    record["cases"] = [case, {"name": "nano-copy-3", "error": "no memory"}]
     source = tree / "benchmarks/results/train_step-m.json"
     source.write_text(json.dumps(record))
     assert draw_figures("--check") == 1
