@@ -156,17 +156,23 @@ def weight_files(folder: Path) -> list[Path]:
 
 def check_weights(folder: Path, weights: Mapping[str, Tensor], model: Thoughtbubbles) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if wrong := misfits(expected, weights):
+        raise ValueError(f"{folder / WEIGHTS} does not fit its {CONFIG}: {wrong}")
+
+
+def misfits(expected: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]) -> str | None:
+    """What is missing, unknown or of another shape, in words; None if nothing is."""
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
     wrong += [f"{name} is not part of this model" for name in found.keys() - expected.keys()]
     wrong += [
-        f"{n} has shape {found[n]}, not {expected[n]}"
-        for n in expected.keys() & found.keys()
-        if expected[n] != found[n]
+        f"{name} has shape {found[name]}, not {expected[name]}"
+        for name in expected.keys() & found.keys()
+        if expected[name] != found[name]
     ]
-    if wrong:
-        shown = "; ".join(sorted(wrong)[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        raise ValueError(f"{folder / WEIGHTS} does not fit its {CONFIG}: {shown}")
+    if not wrong:
+        return None
+    return "; ".join(sorted(wrong)[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
 
 
 # Folders that are whole or not there: everything is written beside, flushed to the disk, and renamed.

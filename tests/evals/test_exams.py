@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from evals.test_tasks import RECORDS, write
 from helpers import SAME_ROW, lively_model
@@ -257,6 +258,23 @@ def test_narrow_numbers_stay_near(models, questions, tmp_path):
     narrow = evaluate(models["plain"], questions, tmp_path / "narrow", tasks=("lambada", "gsm8k"), dtype="bfloat16")
     a, b = (results["tasks"]["lambada"]["nats"]["mean"] for results in (wide, narrow))
     assert 1e-6 < abs(a - b) < 0.1 * a
+
+
+def test_weights_in_several_files(models, questions, tmp_path):
+    """As Hugging Face's save_pretrained writes large models."""
+    folder = shutil.copytree(models["plain"], tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    parts = {"a.safetensors": sorted(weights)[:5], "b.safetensors": sorted(weights)[5:]}
+    for name, tensors in parts.items():
+        save_file({tensor: weights[tensor] for tensor in tensors}, folder / name)
+    places = {tensor: name for name, tensors in parts.items() for tensor in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (folder / "model.safetensors").unlink()
+    found, expected = (
+        evaluate(checkpoint, questions, tmp_path / name, tasks=("piqa",))
+        for name, checkpoint in (("parts", folder), ("whole", models["plain"]))
+    )
+    assert numbers(found) == numbers(expected)
 
 
 def test_a_model_of_nans_is_not_marked(models, questions, tmp_path):

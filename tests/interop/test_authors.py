@@ -387,7 +387,7 @@ def test_a_missing_an_unknown_and_a_misshapen_array_are_named():
         imported(tree)
     tree["blocks_5/mlp/c_fc/kernel"] = kernel
     tree["blocks_5/mlp/c_gate/kernel"] = kernel
-    with pytest.raises(ValueError, match=r"blocks_5/mlp/c_gate/kernel is not part of such a model"):
+    with pytest.raises(ValueError, match=r"blocks_5/mlp/c_gate/kernel is not part of this model"):
         imported(tree)
 
 
@@ -409,12 +409,12 @@ def test_many_mistakes_are_counted():
     [
         ({"n_embd": 16}, r"config.json says n_embd = 16, but wte has 12"),
         ({"vocab_size": 50304}, r"config.json says vocab_size = 50304, but wte has 23"),
-        ({"plan": ["regular", *PLAN[1:5], "regular", *PLAN[6:]]}, r"blocks_5/fork_embedding is not part of such"),
+        ({"plan": ["regular", *PLAN[1:5], "regular", *PLAN[6:]]}, r"blocks_5/fork_embedding is not part of this"),
         ({"plan": [*PLAN, "regular"]}, r"blocks_10/attn/c_attn/bias is missing; .*and 9 more"),
         ({"averaging_method": "logit"}, r"averaging_method = 'logit' is in no JAX code of theirs"),
         ({"n_head": 5}, r"width = 12: make it a multiple of n_head = 5"),
         ({"max_block_size": 4}, r"budget = 0.5 is below 1"),
-        ({"bias": False}, r"bias is not part of such a model"),
+        ({"bias": False}, r"bias is not part of this model"),
     ],
 )
 def test_settings_that_do_not_fit_the_arrays(changes, message, tmp_path):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from thoughtbubbles import __version__
-from thoughtbubbles.checkpoint import WEIGHTS, find_model, load_folder_tokenizer, load_model, write_json
+from thoughtbubbles.checkpoint import find_model, load_folder_tokenizer, load_model, weight_files, write_json
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.evals.answers import Answers
 from thoughtbubbles.evals.autoregressive import Report, Windows
@@ -117,9 +117,9 @@ def _budget(model: Thoughtbubbles, settings: Evaluation) -> Any:
 
 def _about(folder: Path, model: Thoughtbubbles, settings: Evaluation) -> dict[str, Any]:
     """What answers depend on, beside the questions."""
-    weights = (folder / WEIGHTS).stat()
+    files = [path.stat() for path in weight_files(folder)]
     return {
-        "weights": [weights.st_size, weights.st_mtime_ns],
+        "weights": [[file.st_size, file.st_mtime_ns] for file in files],
         "config": asdict(model.config),
         "budget": str(_budget(model, settings)),
         "dtype": settings.dtype,

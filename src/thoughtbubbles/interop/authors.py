@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from thoughtbubbles.checkpoint import misfits
 from thoughtbubbles.interop.authors_files import CONFIG, GUIDE, Checkpoint, flatten, read_checkpoint
 from thoughtbubbles.model.config import BudgetMode, Merge, ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -111,17 +112,8 @@ def check_tensors(checkpoint: Checkpoint, names: Mapping[str, str], model: Thoug
         name: tuple(ours[own].shape[::-1] if name.endswith("kernel") else ours[own].shape)
         for name, own in names.items()
     }
-    found = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
-    wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
-    wrong += [f"{name} is not part of such a model" for name in found.keys() - expected.keys()]
-    wrong += [
-        f"{name} has shape {found[name]}, not {expected[name]}"
-        for name in expected.keys() & found.keys()
-        if expected[name] != found[name]
-    ]
-    if wrong:
-        shown = "; ".join(sorted(wrong)[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        raise ValueError(f"{checkpoint.name} does not have the layout of the authors' code: {shown}. See {GUIDE}")
+    if wrong := misfits(expected, checkpoint.tensors):
+        raise ValueError(f"{checkpoint.name} does not have the layout of the authors' code: {wrong}. See {GUIDE}")
 
 
 # The config: from the arrays where they tell it, else from the run's own settings, else from the caller.
