@@ -10,7 +10,7 @@ import torch
 
 from helpers import named
 from thoughtbubbles import __version__
-from thoughtbubbles.cli import _spans
+from thoughtbubbles.cli import _spans, main
 from thoughtbubbles.generate.decode import prefill
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
@@ -36,7 +36,10 @@ def test_help_and_version():
         ["--help"],
         ["--version"],
         ["bench", "--help"],
+        ["eval", "--help"],
+        ["export", "--help"],
         ["generate", "--help"],
+        ["import", "--help"],
         ["inspect", "--help"],
         ["prepare", "--help"],
         ["train", "--help"],
@@ -102,10 +105,19 @@ def test_inspect_tells_the_bytes_of_the_decoding_cache():
         (["prepare", "--out", "/tmp/never"], "source"),
     ],
 )
-def test_mistakes(arguments, message):
-    shown = run(*arguments)
-    assert shown.returncode != 0
-    assert message in shown.stderr
+def test_mistakes(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    shown = f"{stopped.value} {capsys.readouterr().err}"
+    assert stopped.value.code not in (0, None)
+    assert message in shown
+    assert "Traceback" not in shown
+
+
+def test_a_mistake_is_one_line_on_standard_error():
+    shown = run("inspect", "huge")
+    assert shown.returncode == 1
+    assert shown.stderr.startswith("thoughtbubbles inspect: no model is named 'huge'")
     assert "Traceback" not in shown.stderr
 
 

@@ -22,7 +22,7 @@ def inspect(
     tokens: int | None = None,
     rows: int = 1,
     copies: tuple[int, ...] = (3, 5),
-    budgets: tuple[float, ...] = (2, 4),
+    budgets: tuple[float, ...] = (2.0, 4.0),
 ) -> None:
     """Show what a model costs: parameters, FLOPs, streams at each layer and memory, against plain GPT and copy-N.
 
