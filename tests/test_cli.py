@@ -10,9 +10,10 @@ import torch
 
 from helpers import named
 from thoughtbubbles import __version__
-from thoughtbubbles.cli import _spans, main
+from thoughtbubbles.cli import main
 from thoughtbubbles.generate.decode import prefill
 from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.recipes.costs import spans
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -143,5 +144,5 @@ def test_help_shows_every_field_of_a_run():
         assert expected in shown
 
 
-def test_spans():
-    assert _spans([1, 1, 2, 3, 3]) == [("0–1", 1), ("2", 2), ("3–4", 3)]
+def testspans():
+    assert spans([1, 1, 2, 3, 3]) == [("0–1", 1), ("2", 2), ("3–4", 3)]

@@ -27,23 +27,24 @@ class Answers:
         self.folder, self.about = folder, json.dumps(about, sort_keys=True)
         self.name = f"{task}-{zlib.crc32(self.about.encode()):08x}"
         self.path = folder / (f"{self.name}.jsonl" if rank == 0 else f"{self.name}.rank-{rank}.jsonl")
-        self.found: dict[int, Answer] = {}
-        for path in self._files():
-            self.found |= _read(path)
+        self.new: dict[int, Answer] = {}  # what this rank has added
+
+    def read(self) -> dict[int, Answer]:
+        """What all ranks have left, by the numbers of the documents."""
+        return {number: answer for path in self._files() for number, answer in _read(path).items()}
 
     def forget(self) -> None:
         """Deletes what there is."""
         for path in self._files():
             path.unlink()
-        self.found = {}
 
     def __enter__(self) -> "Answers":
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.path.exists():
-            self.path.write_text(self.about + "\n")
-        with self.path.open("r+b") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)  # without a line that was cut short
+        kept = self.path.read_bytes() if self.path.exists() else b""
         self._file = self.path.open("a", encoding="utf-8", buffering=1)  # a line is on disk when it is written
+        self._file.truncate(whole := kept.rfind(b"\n") + 1)  # without a line that was cut short
+        if not whole:
+            self._file.write(self.about + "\n")
         return self
 
     def __exit__(
@@ -52,7 +53,7 @@ class Answers:
         self._file.close()
 
     def add(self, number: int, answer: Answer) -> None:
-        self.found[number] = answer
+        self.new[number] = answer
         self._file.write(json.dumps({"document": number, **asdict(answer)}) + "\n")
 
     def _files(self) -> list[Path]:

@@ -53,7 +53,7 @@ def find_files(task: Task, folder: Path) -> list[Path]:
     for place in (folder, folder / "eval"):
         by_name = {
             path.name.removesuffix(suffix): path
-            for suffix in sorted(OPENERS, key=len, reverse=True)  # unpacked files come last, and before packed ones
+            for suffix in sorted(OPENERS, key=len, reverse=True)  # the last one counts: that which is not packed
             for path in place.glob(task.file + suffix)
         }
         if by_name:

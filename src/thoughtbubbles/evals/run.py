@@ -23,14 +23,15 @@ from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.evals.answers import Answers
 from thoughtbubbles.evals.autoregressive import Report, Windows
 from thoughtbubbles.evals.documents import Exam, data_folder, open_exam
-from thoughtbubbles.evals.exam import Conditions, check_lengths, sit
-from thoughtbubbles.evals.marks import Answer, summary
+from thoughtbubbles.evals.exam import Conditions, Keep, check_lengths, sit
+from thoughtbubbles.evals.marks import summary
 from thoughtbubbles.evals.perplexity import describe, join, perplexity
 from thoughtbubbles.evals.progress import Progress
 from thoughtbubbles.evals.ranks import Ranks
 from thoughtbubbles.evals.settings import Evaluation
 from thoughtbubbles.evals.show import show
 from thoughtbubbles.evals.tasks import TASKS
+from thoughtbubbles.evals.tasks.task import Choices, Question, Task
 from thoughtbubbles.evals.windows import text_bytes, windows_for
 from thoughtbubbles.generate.requests import budget_problem, exact_method
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -165,20 +166,20 @@ def _sit(
     answers = Answers(settings.folder / "answers", task.name, described, rank=ranks.rank)
     if settings.fresh and ranks.is_first:
         answers.forget()
-    known = ranks.gather(answers.found)[0]  # all ranks agree on what is left
+    known = ranks.gather(answers.read() if ranks.is_first else {})[0]  # all ranks agree on what is left
     left = [number for number in exam.documents if number not in known]
     own = {number: exam.documents[number] for number in left[ranks.rank :: ranks.size]}
     begun = time.perf_counter()
     n_known = len(exam.documents) - len(left)
     report = progress.begin(f"{task.title} ({n_known:,} answered before)" if n_known else task.title)
-    new: dict[int, Answer] = {}
     if own:
         with answers:
-            new = _answer(settings, model, tokenizer, exam, own, answers, report)
+            _answer(settings, model, tokenizer, exam.task, own, keep=answers.add, report=report)
     else:
         report(1.0)
     seconds = max(ranks.gather(time.perf_counter() - begun))
-    every = known | {number: answer for found in ranks.gather(new) for number, answer in found.items()}
+    new = ranks.gather(answers.new)
+    every = known | {number: answer for found in new for number, answer in found.items()}
     return {
         **summary(task, [every[number] for number in exam.documents]),
         "seconds": seconds,
@@ -191,17 +192,12 @@ def _answer(
     settings: Evaluation,
     model: Thoughtbubbles,
     tokenizer: Tokenizer,
-    exam: Exam,
-    documents: Mapping[int, Any],
-    answers: Answers,
+    task: Task,
+    documents: Mapping[int, Choices | Question],
+    *,
+    keep: Keep,
     report: Report,
-) -> dict[int, Answer]:
-    new: dict[int, Answer] = {}
-
-    def keep(number: int, answer: Answer) -> None:
-        new[number] = answer
-        answers.add(number, answer)
-
+) -> None:
     conditions = Conditions(
         budget=settings.budget,
         batch_tokens=settings.batch_tokens,
@@ -210,11 +206,10 @@ def _answer(
         compiled=settings.compile,
     )
     narrow = _products(settings, model)
-    if exam.task.max_new and settings.dtype == "bfloat16":
+    if task.max_new and settings.dtype == "bfloat16":
         model, narrow = deepcopy(model).to(torch.bfloat16), nullcontext()  # writing reads all weights at every step
     with narrow:
-        sit(model, tokenizer, exam.task, documents, conditions, keep=keep, report=report)
-    return new
+        sit(model, tokenizer, task, documents, conditions, keep=keep, report=report)
 
 
 def _products(settings: Evaluation, model: Thoughtbubbles) -> AbstractContextManager[object]:
