@@ -76,7 +76,7 @@ def other_shape(folder: Path) -> None:
     ("harm", "message"),
     [
         (cut, r"model\.safetensors cannot be read .* damaged"),
-        (no_json, r"config\.json cannot be read"),
+        (no_json, r"config\.json: not JSON"),
         (other_type, "describes a model of type 'gpt2'"),
         (
             other_shape,

@@ -8,6 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "thoughtbubbles"
 LEVEL = {
+    "files": -1,
     "model": 0,
     "data": 0,
     "checkpoint": 1,

@@ -8,14 +8,10 @@
 Nothing here is ever unpickled. Folders and files appear under their names only when they are whole.
 """
 
-import json
-import os
-import shutil
-import zlib
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,12 +20,27 @@ from torch import Tensor
 
 from thoughtbubbles import __version__
 from thoughtbubbles.data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+from thoughtbubbles.files import (
+    MANIFEST,
+    damage,
+    named,
+    partial_folder,
+    publish,
+    read_object,
+    reason,
+    short_name,
+    write_json,
+)
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-CONFIG, WEIGHTS, MANIFEST = "config.json", "model.safetensors", "manifest.json"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = "model.safetensors.index.json"
-CHUNK_BYTES = 1 << 24
+NUMBERED = re.compile(r"step-[0-9]{1,18}")
+READ = (".json", ".safetensors")  # files of these kinds are read
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+WANTED = "give a model folder, a checkpoint of a run, or a run's folder"
+DAMAGED = "it is damaged, take another checkpoint"
 
 
 def save_model(
@@ -80,16 +91,18 @@ def ids_of(tokenizer: Tokenizer) -> dict[str, int]:
 def load_model(
     folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> Thoughtbubbles:
-    """Opens a model folder, a checkpoint (its model) or a whole run (its newest checkpoint's model)."""
+    """Opens a model folder, a checkpoint (its model) or a whole run (its newest checkpoint's model), for evaluation:
+    call `.train()` on it before you train it."""
     folder = find_model(folder)
+    check_manifest(folder)
     config = read_config(folder)
     weights = read_weights(folder)
+    check_weights(folder, weights, config)
     with torch.device("meta"):
         model = Thoughtbubbles(config)
-    check_weights(folder, weights, model)
     kept = dtype or weights["embedding.weight"].dtype
     model.load_state_dict({name: weight.to(device, kept) for name, weight in weights.items()}, assign=True)
-    return model.requires_grad_(True)
+    return model.requires_grad_(True).eval()
 
 
 def load_folder_tokenizer(folder: str | Path) -> Tokenizer | None:
@@ -100,35 +113,55 @@ def load_folder_tokenizer(folder: str | Path) -> Tokenizer | None:
 
 def find_model(path: str | Path) -> Path:
     path = Path(path)
-    choices = [path, path / "model", *(step / "model" for step in reversed(checkpoints(path)))]
-    for folder in choices:
-        if (folder / CONFIG).is_file() and any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
-            return folder
-    what = "does not exist" if not path.exists() else f"has no {CONFIG} with {WEIGHTS}, and no checkpoint that has them"
-    raise ValueError(f"{path} {what}: give a model folder, a checkpoint of a run, or a run's folder")
+    with named(path, WANTED):
+        choices = [path, path / "model", *(step / "model" for step in reversed(checkpoints(path)))]
+        for folder in choices:
+            if (folder / CONFIG).is_file() and any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
+                return folder
+        missing = f"has no {CONFIG} with {WEIGHTS}, and no checkpoint that has them"
+        raise ValueError(f"{short_name(path)} {missing if path.exists() else 'does not exist'}: {WANTED}")
 
 
 def checkpoints(run: Path) -> list[Path]:
     """The finished checkpoints of a run, oldest first."""
-    return sorted(folder for folder in run.glob("step-*") if folder.is_dir() and folder.name[5:].isdecimal())
+    return sorted(
+        (folder for folder in run.glob("step-*") if folder.is_dir() and NUMBERED.fullmatch(folder.name)),
+        key=lambda folder: int(folder.name[5:]),
+    )
+
+
+def check_manifest(folder: Path) -> None:
+    """Holds what is read of a model folder against the manifest beside it, if there is one."""
+    for home, prefix in ((folder, ""), (folder.parent, f"{folder.name}/")):
+        if not (home / MANIFEST).is_file() or (prefix and not NUMBERED.fullmatch(home.name)):
+            continue
+        read = {prefix + path.name for path in folder.iterdir() if path.name.endswith(READ) and path.name != MANIFEST}
+        if (wrong := damage(home, required=read, only=read | _listed(home, prefix))) is not None:
+            raise ValueError(f"{home} is damaged ({wrong}): {DAMAGED}")
+
+
+def _listed(home: Path, prefix: str) -> set[str]:
+    """What the manifest says there should be, gone or not."""
+    names = read_object(home / MANIFEST, remedy=DAMAGED)
+    return {
+        name for name in names if name.startswith(prefix) and "/" not in name[len(prefix) :] and name.endswith(READ)
+    }
 
 
 def read_config(folder: Path) -> ModelConfig:
     path = folder / CONFIG
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): the folder is damaged, take another checkpoint") from None
-    if not isinstance(found, dict) or found.get("model_type") != "thoughtbubbles":
-        kind = found.get("model_type") if isinstance(found, dict) else type(found).__name__
+    found = read_object(path, remedy=DAMAGED)
+    if found.get("model_type") != "thoughtbubbles":
+        kind = short_name(str(found.get("model_type")))
         raise ValueError(f"{path} describes a model of type {kind!r}: only 'thoughtbubbles' can be opened here")
     known = {field.name for field in fields(ModelConfig)}
     described = {name: value for name, value in found.items() if name in known}
+    if isinstance(layers := described.get("fork_layers"), list):  # JSON has lists only
+        described["fork_layers"] = tuple(layers)
     try:
-        described["fork_layers"] = tuple(described.get("fork_layers", ()))  # JSON has lists only
         return ModelConfig(**described)
-    except TypeError as error:
-        raise ValueError(f"{path} is no model's description ({error}): the folder is damaged") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not describe a model ({error}): {DAMAGED}") from None
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -136,28 +169,45 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
-                weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it has keys only)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} cannot be read ({error}): it is damaged, take another checkpoint") from None
+                for name in file.keys():  # noqa: SIM118 (it has keys only)
+                    if name in weights:
+                        raise ValueError(f"{path} has {name}, which another file has too: {DAMAGED}")
+                    weights[name] = file.get_tensor(name)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({reason(error)}): {DAMAGED}") from None
+        except (SafetensorError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} cannot be read ({error}): {DAMAGED}") from None
     return weights
 
 
 def weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
-    try:
-        places = json.loads((folder / INDEX).read_text())["weight_map"]
-        return [folder / Path(name).name for name in sorted(set(places.values()))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{folder / INDEX} cannot be read ({error!r}): it is damaged, take another checkpoint"
-        ) from None
+    index = folder / INDEX
+    places = read_object(index, remedy=DAMAGED).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ValueError(f"{index} has no weight_map: {DAMAGED}")
+    for name in places.values():
+        if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
+            raise ValueError(f"{index} lists {short_name(str(name))!r}, which is not a file of this folder: {DAMAGED}")
+    return [folder / name for name in sorted(set(places.values()))]
 
 
-def check_weights(folder: Path, weights: Mapping[str, Tensor], model: Thoughtbubbles) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if wrong := misfits(expected, weights):
+def check_weights(folder: Path, weights: Mapping[str, Tensor], config: ModelConfig) -> None:
+    """Before a model is built: one of a million layers would be built for ever."""
+    layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
+    wrong = f"it has {len(layers)} blocks, not {config.n_layer}" if len(layers) != config.n_layer else None
+    if wrong is None:
+        wrong = misfits(shapes(config), weights)
+    if wrong is None:
+        wrong = next((f"{n} has dtype {w.dtype}" for n, w in weights.items() if w.dtype not in DTYPES), None)
+    if wrong is not None:
         raise ValueError(f"{folder / WEIGHTS} does not fit its {CONFIG}: {wrong}")
+
+
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in Thoughtbubbles(config).state_dict().items()}
 
 
 def misfits(expected: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]) -> str | None:
@@ -173,84 +223,3 @@ def misfits(expected: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tenso
     if not wrong:
         return None
     return "; ".join(sorted(wrong)[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-
-
-# Folders that are whole or not there: everything is written beside, flushed to the disk, and renamed.
-
-
-def partial_folder(folder: Path) -> Path:
-    """An empty folder beside `folder` to write into; what an earlier attempt left there is removed."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    return partial
-
-
-def publish(partial: Path, folder: Path) -> None:
-    for path in [*partial.rglob("*"), partial]:
-        flush(path)
-    if folder.exists():
-        old = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-        partial.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        partial.rename(folder)
-    flush(folder.parent)
-
-
-def flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all, as everything here."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def write_manifest(folder: Path) -> None:
-    """Size and CRC-32 of every file, so that damage is found before it is used."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
-    write_json(
-        folder / MANIFEST,
-        {path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": crc32(path)} for path in paths},
-    )
-
-
-def damage(folder: Path, *, required: Collection[str] = ()) -> str | None:
-    """What is wrong with a folder that has a manifest, in words; None if nothing is."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        unlisted = [name for name in required if name not in manifest]
-        if unlisted:
-            return f"{MANIFEST} does not list {unlisted[0]}"
-        for name, expected in manifest.items():
-            path = folder / name
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != expected["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-            if crc32(path) != expected["crc32"]:
-                return f"{name} has been altered (its checksum differs)"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read ({error})"
-    return None
-
-
-def crc32(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            value = zlib.crc32(chunk, value)
-    return value

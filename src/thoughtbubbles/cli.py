@@ -409,3 +409,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # nobody reads on, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:  # a file or folder that cannot be used
+        from thoughtbubbles.files import reason, short_name
+
+        where = f"{short_name(error.filename)}: " if error.filename else ""
+        sys.exit(f"thoughtbubbles {name}: {where}{reason(error)}")

@@ -350,11 +350,11 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
 
 
 def test_one_at_a_time(tmp_path):
-    from thoughtbubbles.data.output import locked
+    from thoughtbubbles.files import locked
 
     source, out = write_lines(tmp_path / "a.jsonl", [{"text": "a"}]), tmp_path / "out"
     out.mkdir()
-    with locked(out), pytest.raises(ValueError, match="another process is preparing this folder"):
+    with locked(out, doing="preparing"), pytest.raises(ValueError, match="another process is preparing this folder"):
         prepare((str(source),), out=out, tokenizer="bytes", processes=1)
 
 

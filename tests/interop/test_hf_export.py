@@ -19,11 +19,12 @@ from transformers.dynamic_module_utils import get_imports, get_relative_import_f
 
 from helpers import SAME_ROW_FLOAT32, lively_model, random_ids
 from thoughtbubbles import Thoughtbubbles, cli
-from thoughtbubbles.checkpoint import save_model, write_json, write_manifest
+from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.evals.run import run as evaluate
 from thoughtbubbles.evals.settings import Evaluation
+from thoughtbubbles.files import write_json, write_manifest
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.interop.card import card

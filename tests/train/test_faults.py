@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from thoughtbubbles.checkpoint import damage
+from thoughtbubbles.files import damage
 from thoughtbubbles.train.config import DataConfig, RunConfig
 from thoughtbubbles.train.loop import train
 from train.runs import (

@@ -10,7 +10,6 @@ interruption. When all is done the index comes, and journal and tails go.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -22,9 +21,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from thoughtbubbles.data.encode import Encoded, mixed
-from thoughtbubbles.data.shards import INDEX, Index, Kind, ShardInfo, ShardWriter, read_index, write_atomically
+from thoughtbubbles.data.shards import INDEX, Index, Kind, ShardInfo, ShardWriter, read_index
 from thoughtbubbles.data.shards import write_index as write_dataset_index
 from thoughtbubbles.data.tokenizer import Tokenizer
+from thoughtbubbles.files import write_atomically
 
 JOURNAL = "prepare.json"
 SPLITS = ("train", "val")
@@ -255,19 +255,6 @@ def finished(folder: Path, settings: dict[str, Any]) -> Index | None:
     _refuse_other(folder, settings, index.notes.get("settings", {}), "a prepared dataset")
     tidy(folder)
     return index
-
-
-@contextlib.contextmanager
-def locked(folder: Path, *, doing: str = "preparing") -> Iterator[None]:
-    """The system gives the lock back when the process ends, however it ends."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise ValueError(f"out = {folder}: another process is {doing} this folder; wait for it") from None
-    finally:
-        os.close(handle)
 
 
 def _runs(held: np.ndarray) -> list[tuple[bool, int, int]]:

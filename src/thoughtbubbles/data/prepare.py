@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from thoughtbubbles.data.encode import Encoded, encode_chunk
-from thoughtbubbles.data.output import SPLITS, Output, finished, locked
+from thoughtbubbles.data.output import SPLITS, Output, finished
 from thoughtbubbles.data.progress import Progress
 from thoughtbubbles.data.shards import Index
 from thoughtbubbles.data.sources import Chunk, find_inputs, fingerprint, read_chunks
 from thoughtbubbles.data.tokenizer import tokenizer as find_tokenizer
+from thoughtbubbles.files import locked
 
 AHEAD = 3  # chunks on their way for each process
 SAVE_SECONDS = 10.0  # at most so much work is done twice after an interruption
@@ -73,7 +74,7 @@ def prepare(
     processes = processes or _processors()
     with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
-    with locked(out):
+    with locked(out, doing="preparing"):
         if (index := finished(out, settings)) is not None:
             print(f"{out} is prepared already; nothing to do")
         else:

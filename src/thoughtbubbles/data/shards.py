@@ -16,7 +16,6 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+
+from thoughtbubbles.files import write_atomically
 
 Kind = Literal["text", "examples"]
 
@@ -153,22 +154,6 @@ def _own_copy(tokens: np.ndarray) -> np.ndarray:
     assert tokens.dtype == np.uint16, f"tokens are uint16, not {tokens.dtype}"
     assert tokens.ndim == 1, f"tokens are one-dimensional, not {tokens.shape}"
     return np.array(tokens, dtype=TOKEN)
-
-
-def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """The name appears with the whole content, on the disk, or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        for part in parts:
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name, too, has to survive a loss of power
-    finally:
-        os.close(folder)
 
 
 def write_index(folder: Path, index: Index) -> None:

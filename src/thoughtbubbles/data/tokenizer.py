@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from thoughtbubbles.data.shards import write_atomically
+from thoughtbubbles.files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 NAME_FIELD = "thoughtbubbles_tokenizer"

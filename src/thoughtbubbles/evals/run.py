@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from thoughtbubbles import __version__
-from thoughtbubbles.checkpoint import find_model, load_folder_tokenizer, load_model, weight_files, write_json
+from thoughtbubbles.checkpoint import find_model, load_folder_tokenizer, load_model, weight_files
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.evals.answers import Answers
 from thoughtbubbles.evals.autoregressive import Report, Windows
@@ -33,6 +33,7 @@ from thoughtbubbles.evals.show import show
 from thoughtbubbles.evals.tasks import TASKS
 from thoughtbubbles.evals.tasks.task import Choices, Question, Task
 from thoughtbubbles.evals.windows import text_bytes, windows_for
+from thoughtbubbles.files import write_json
 from thoughtbubbles.generate.requests import budget_problem, exact_method
 from thoughtbubbles.model.transformer import Thoughtbubbles
 

@@ -12,20 +12,8 @@ from pathlib import Path
 
 import torch
 
-from thoughtbubbles.checkpoint import (
-    CONFIG,
-    MANIFEST,
-    damage,
-    find_model,
-    ids_of,
-    load_folder_tokenizer,
-    load_model,
-    partial_folder,
-    publish,
-    write_json,
-    write_manifest,
-    write_model,
-)
+from thoughtbubbles.checkpoint import CONFIG, find_model, ids_of, load_folder_tokenizer, load_model, write_model
+from thoughtbubbles.files import MANIFEST, damage, partial_folder, publish, write_json, write_manifest
 from thoughtbubbles.interop.card import card
 from thoughtbubbles.interop.remote_code import AUTO_MAP, remote_code
 

@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
 from thoughtbubbles import __version__
-from thoughtbubbles.checkpoint import write_json
+from thoughtbubbles.files import write_json
 from thoughtbubbles.generate.requests import Method
 from thoughtbubbles.interop.harness_tasks import local_tasks
 from thoughtbubbles.interop.lm_eval import ThoughtbubblesLM

@@ -5,6 +5,7 @@ ceil(1.1 · 50) is 56 and floor(1.15 · 100) is 114, one stream too many and one
 integers, and every cap is integer arithmetic, on the GPU too.
 """
 
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -79,10 +80,17 @@ class Budget(NamedTuple):
 
 def _exact(value: Any, name: str) -> tuple[int, int]:
     """Numerator and denominator of the decimal that was written."""
+    text = str(value)
+    # Fraction writes 1e99999999 out in full: looked at first, so that nobody waits for it.
+    exponent = re.search(r"[eE]([+-]?\d+)\s*$", text)
+    is_short = len(text) <= 200 and (exponent is None or abs(int(exponent[1])) <= 20)
     try:
-        fraction = Fraction(str(value))
+        if isinstance(value, bool) or not is_short:
+            raise ValueError
+        fraction = Fraction(text)
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f"{name} = {value!r} is not a number: give streams per token, e.g. 2 or 1.5") from None
+        shown = repr(value) if len(text) <= 60 else f"{text[:60]}…"
+        raise ValueError(f"{name} = {shown} is not a number: give streams per token, e.g. 2 or 1.5") from None
     if fraction < 1:
         raise ValueError(
             f"{name} = {value} is below 1: every token keeps its original stream, so give 1 or more streams a token"

@@ -3,7 +3,6 @@
 One class, three settings: plain GPT (no fork layers), copy-N (`copies=N`) and Thoughtbubbles (fork layers).
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -13,6 +12,16 @@ Selection = Literal["block", "causal"]
 Merge = Literal["mixture", "residual", "original"]
 ScoreScale = Literal["head", "one"]
 BudgetMode = Literal["proportional", "fixed"]
+
+# Far beyond any model that could be run: what is larger comes from a damaged file.
+MOST = {
+    "n_layer": 10_000,
+    "n_head": 10_000,
+    "width": 2**20,
+    "vocab_size": 2**24,
+    "block_size": 2**24,
+    "copies": 1_000,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +66,9 @@ class ModelConfig:
             isinstance(self.fork_layers, (tuple, list)), "fork_layers", self.fork_layers, "give a tuple, e.g. (3, 7)"
         )
         object.__setattr__(self, "fork_layers", tuple(self.fork_layers))
-        for name in ("n_layer", "n_head", "width", "vocab_size", "block_size", "copies"):
-            _require(
-                isinstance(getattr(self, name), int) and getattr(self, name) >= 1,
-                name,
-                getattr(self, name),
-                "give a whole number of 1 or more",
-            )
+        for name, most in MOST.items():
+            value = getattr(self, name)
+            _require(is_whole(value) and 1 <= value <= most, name, value, f"give a whole number from 1 to {most:,}")
         _require(self.width % self.n_head == 0, "width", self.width, f"make it a multiple of n_head = {self.n_head}")
         _require(
             self.head_size % 2 == 0,
@@ -83,13 +88,13 @@ class ModelConfig:
         self._check_forks()
         for name in ("gate_qk", "gate_v", "gate_residual", "authors_compat"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "give True or False")
-        _require(isinstance(self.budget, (int, float)), "budget", self.budget, "a model has one number, e.g. 2 or 1.5")
+        _require(is_number(self.budget), "budget", self.budget, "a model has one number, e.g. 2 or 1.5")
         Budget.of(self.budget, name="ModelConfig.budget").check_range(self.block_size, name="ModelConfig.budget")
         _require(
-            self.score_bias is None or (isinstance(self.score_bias, (int, float)) and math.isfinite(self.score_bias)),
+            self.score_bias is None or (is_number(self.score_bias) and abs(self.score_bias) <= 1e6),
             "score_bias",
             self.score_bias,
-            "give a finite number, or None for no bias",
+            "give a finite number, of at most a million, or None for no bias",
         )
         if self.authors_compat:
             self._check_authors_compat()
@@ -97,7 +102,7 @@ class ModelConfig:
     def _check_forks(self) -> None:
         for layer in self.fork_layers:
             _require(
-                isinstance(layer, int) and 0 <= layer < self.n_layer,
+                is_whole(layer) and 0 <= layer < self.n_layer,
                 "fork_layers",
                 self.fork_layers,
                 f"{layer} is no block of this model: give numbers from 0 to n_layer - 1 = {self.n_layer - 1}",
@@ -177,7 +182,7 @@ class ModelConfig:
         """
         size, _, form = name.partition("-")
         copies = form.removeprefix("copy-") if form.startswith("copy-") else ""
-        if size not in SIZES or not (form in ("", "paper", "plain") or copies.isdecimal()):
+        if size not in SIZES or not (form in ("", "paper", "plain") or (copies.isdecimal() and len(copies) <= 9)):
             raise ValueError(
                 f"no model is named {name!r}: take a size ({', '.join(SIZES)}), "
                 "alone or with -paper, -plain or -copy-N behind it, such as 150m-copy-3"
@@ -189,6 +194,15 @@ class ModelConfig:
         return replace(SIZES[size], fork_layers=(), merge="original", copies=int(copies or 1))
 
 
+def is_whole(value: object) -> bool:
+    """A whole number, and not True or False, which Python counts among them."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def every_fourth_layer(n_layer: int) -> tuple[int, ...]:
     """The paper's extended forking ("overforking"): all layers 4n − 1."""
     return tuple(range(3, n_layer, 4))
@@ -196,7 +210,8 @@ def every_fourth_layer(n_layer: int) -> tuple[int, ...]:
 
 def _require(condition: bool, field: str, value: object, remedy: str) -> None:
     if not condition:
-        raise ValueError(f"ModelConfig.{field} = {value!r}: {remedy}")
+        shown = repr(value) if not is_whole(value) or abs(value) < 10**30 else "a number of very many digits"  # type: ignore[arg-type, operator]
+        raise ValueError(f"ModelConfig.{field} = {shown[:200]}: {remedy}")
 
 
 # The paper's four (its topology table; forks before blocks 3, 7 and 11 whatever the depth; the mixture is too dear at

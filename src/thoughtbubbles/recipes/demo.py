@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thoughtbubbles.checkpoint import load_folder_tokenizer, write_json
+from thoughtbubbles.checkpoint import load_folder_tokenizer
+from thoughtbubbles.files import write_json
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.generate.show import bubble_sizes, coloured, legend

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from thoughtbubbles.checkpoint import write_json
+from thoughtbubbles.files import write_json
 from thoughtbubbles.train.config import LogConfig
 
 # Dense bfloat16 TFLOP/s from the makers' data sheets, by a part of torch's name for the device.

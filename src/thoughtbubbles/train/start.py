@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from thoughtbubbles import __version__
-from thoughtbubbles.checkpoint import checkpoints, find_model, read_config, read_weights, write_json
-from thoughtbubbles.data.output import locked
+from thoughtbubbles.checkpoint import checkpoints, find_model, read_config, read_weights
+from thoughtbubbles.files import locked, write_json
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import RunConfig, differences
 from thoughtbubbles.train.parallel import World

@@ -27,16 +27,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.tensor import DTensor
 
-from thoughtbubbles.checkpoint import (
-    checkpoints,
-    damage,
-    partial_folder,
-    publish,
-    write_json,
-    write_manifest,
-    write_model,
-)
+from thoughtbubbles.checkpoint import checkpoints, write_model
 from thoughtbubbles.data.tokenizer import Tokenizer
+from thoughtbubbles.files import damage, partial_folder, publish, write_json, write_manifest
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.optim import Optimizer
 from thoughtbubbles.train.parallel import World, whole

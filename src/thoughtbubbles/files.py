@@ -1,0 +1,200 @@
+"""The ground floor: files that are whole or not there, and readers whose every error is one line that names the file.
+
+Everything is written beside its place, flushed to the disk and renamed. A manifest holds size and CRC-32 of files, so
+that damage is found before it is used. Whatever is wrong with a file is a ValueError.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+MANIFEST = "manifest.json"
+CHUNK_BYTES = 1 << 24  # of one checksum call
+
+
+# Reading
+
+
+@contextmanager
+def named(path: Path | str, remedy: str) -> Iterator[None]:
+    """What the system says against a file or folder becomes one line that names it: permissions, names too long …"""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{short_name(path)} cannot be used ({reason(error)}): {remedy}") from None
+
+
+def reason(error: OSError) -> str:
+    """Without the number and the name, which stand elsewhere in the line."""
+    return error.strerror or str(error) or type(error).__name__
+
+
+def short_name(path: Path | str) -> str:
+    text = str(path)
+    return text if len(text) <= 300 else f"{text[:150]}…{text[-100:]}"
+
+
+def read_bytes(path: Path, *, remedy: str) -> bytes:
+    """All of a regular file: one that waits for a writer, as a pipe does, is refused."""
+    with named(path, remedy):
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{short_name(path)} is not a file: {remedy}")
+        return path.read_bytes()
+
+
+def read_json(path: Path, *, remedy: str = "it is damaged, take another") -> Any:
+    return parse_json(read_bytes(path, remedy=remedy), where=short_name(path), remedy=remedy)
+
+
+def read_object(path: Path, *, remedy: str = "it is damaged, take another") -> dict[str, Any]:
+    """A JSON file that holds an object."""
+    found = read_json(path, remedy=remedy)
+    if not isinstance(found, dict):
+        raise ValueError(f"{short_name(path)} holds a JSON {type(found).__name__} instead of an object: {remedy}")
+    return found
+
+
+def parse_json(text: str | bytes, *, where: str, remedy: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where}: not JSON ({error.msg} at line {error.lineno}, column {error.colno}): {remedy}"
+        ) from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{where}: not JSON (it is not UTF-8): {remedy}") from None
+    except ValueError:  # Python reads no number of more than some thousand digits
+        raise ValueError(f"{where}: a number has too many digits: {remedy}") from None
+    except RecursionError:
+        raise ValueError(f"{where}: the JSON is nested too deeply: {remedy}") from None
+
+
+# Writing
+
+
+def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """The name appears with the whole content, on the disk, or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    flush(path.parent)  # the new name, too, has to survive a loss of power
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomically(path, [(json.dumps(value, indent=2) + "\n").encode()])
+
+
+def partial_folder(folder: Path) -> Path:
+    """An empty folder beside `folder` to write into; what an earlier attempt left there is removed."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def publish(partial: Path, folder: Path) -> None:
+    """Gives a folder that is written its name; one that had it is replaced."""
+    for path in [*partial.rglob("*"), partial]:
+        flush(path)
+    if folder.exists():
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        partial.rename(folder)
+    flush(folder.parent)
+
+
+def flush(path: Path) -> None:
+    """A file's content, or a folder's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def locked(folder: Path, *, doing: str) -> Iterator[None]:
+    """The system gives the lock back when the process ends, however it ends."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ValueError(f"out = {folder}: another process is {doing} this folder; wait for it") from None
+    finally:
+        os.close(handle)
+
+
+# Manifests
+
+
+def write_manifest(folder: Path) -> None:
+    """Size and CRC-32 of every file, so that damage is found before it is used."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
+    write_json(
+        folder / MANIFEST,
+        {path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": crc32(path)} for path in paths},
+    )
+
+
+def damage(folder: Path, *, required: Collection[str] = (), only: Collection[str] | None = None) -> str | None:
+    """What is wrong with a folder that has a manifest, in words; None if nothing is.
+
+    The manifest must list what is `required`. With `only`, no other files are looked at: who changes the README beside
+    the weights has not damaged them.
+    """
+    try:
+        manifest = read_object(folder / MANIFEST)
+        for name, expected in manifest.items():
+            if not _is_inside(name):
+                return f"{MANIFEST} lists {short_name(name)!r}, which is not inside the folder"
+            if not (isinstance(expected, dict) and {"bytes", "crc32"} <= expected.keys()):
+                return f"{MANIFEST} does not tell size and checksum of {short_name(name)}"
+        if unlisted := sorted(name for name in required if name not in manifest):
+            return f"{MANIFEST} does not list {unlisted[0]}"
+        for name, expected in manifest.items():
+            if (only is None or name in only) and (wrong := _altered(folder, name, expected)) is not None:
+                return wrong
+    except OSError as error:
+        return f"{short_name(error.filename or folder)} cannot be read ({reason(error)})"
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return name != "" and "\0" not in name and not path.is_absolute() and ".." not in path.parts
+
+
+def _altered(folder: Path, name: str, expected: dict[str, Any]) -> str | None:
+    path = folder / name
+    if not path.is_file():
+        return f"{name} is missing"
+    if path.stat().st_size != expected["bytes"]:
+        return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+    if crc32(path) != expected["crc32"]:
+        return f"{name} has been altered (its checksum differs)"
+    return None
+
+
+def crc32(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            value = zlib.crc32(chunk, value)
+    return value
