@@ -37,7 +37,7 @@ def write_text(folder: Path, n_tokens: int, *, seed: int) -> np.ndarray:
         writer.add(part)
         writer.close()
         splits[split] = writer.finished
-    write_index(folder, Index("text", "random", END_OF_TEXT, END_OF_TEXT + 1, splits))
+    write_index(folder, Index("text", "gpt2", END_OF_TEXT, END_OF_TEXT + 1, splits))
     return tokens
 
 
@@ -49,7 +49,7 @@ def write_examples(folder: Path, n_examples: int) -> None:
     for part, size in zip(np.split(tokens, np.cumsum(sizes, dtype=np.int64)[:-1]), sizes.tolist(), strict=True):
         writer.add_example(part, np.arange(size) >= size // 2)
     writer.close()
-    write_index(folder, Index("examples", "random", END_OF_TEXT, END_OF_TEXT + 1, {"train": writer.finished}))
+    write_index(folder, Index("examples", "gpt2", END_OF_TEXT, END_OF_TEXT + 1, {"train": writer.finished}))
 
 
 def check(loader: Loader, tokens: np.ndarray) -> None:

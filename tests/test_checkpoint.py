@@ -2,7 +2,10 @@
 
 import ast
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,10 @@ from safetensors.torch import load_file, save_file
 from helpers import lively_model, random_ids, small_config
 from thoughtbubbles import Thoughtbubbles
 from thoughtbubbles.checkpoint import load_folder_tokenizer, save_model
+from thoughtbubbles.cli import main
+from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.files import write_manifest
 
 SOURCE = Path(__file__).parents[1] / "src" / "thoughtbubbles"
 
@@ -96,6 +102,183 @@ def test_a_place_without_a_model(tmp_path):
         Thoughtbubbles.load(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"has no config.json with model.safetensors"):
         Thoughtbubbles.load(tmp_path)
+
+
+def test_a_loaded_model_is_ready_for_evaluation(tmp_path):
+    save_model(tmp_path / "model", lively_model(small_config(), dtype=torch.float32).train())
+    assert not any(module.training for module in Thoughtbubbles.load(tmp_path / "model").modules())
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_layer": 1_000_000}, "n_layer = 1000000: give a whole number from 1 to 10,000"),
+        ({"n_layer": 9_999}, "it has 4 blocks, not 9999"),  # within bounds, but minutes to build
+        ({"n_layer": True}, "n_layer = True"),
+        ({"vocab_size": 10**30}, "vocab_size = .*: give a whole number from 1 to 16,777,216"),
+        ({"block_size": 10**12}, "block_size = 1000000000000"),
+        ({"width": "12"}, "width = '12'"),
+        ({"gate_v": 1}, "gate_v = 1: give True or False"),
+        ({"budget": True}, "budget = True"),
+        ({"fork_layers": [True]}, "fork_layers"),
+        ({"fork_layers": 3}, "fork_layers = 3"),
+    ],
+)
+@pytest.mark.usefixtures("no_shape_checks")
+def test_a_config_that_cannot_be_is_refused_at_once(tmp_path, changes, message):
+    save_model(tmp_path / "model", lively_model(small_config(), dtype=torch.float32))
+    change_config(tmp_path / "model", **changes)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=message) as refused:
+        Thoughtbubbles.load(tmp_path / "model")
+    assert time.monotonic() - began < 2
+    assert str(tmp_path / "model") in str(refused.value)
+
+
+def test_json_nested_too_deeply_is_refused(tmp_path):
+    save_model(tmp_path / "model", lively_model(small_config(), dtype=torch.float32))
+    (tmp_path / "model" / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json: the JSON is nested too deeply"):
+        Thoughtbubbles.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_weights_that_are_not_floating_point_are_refused(tmp_path, dtype, all_of_them):
+    save_model(tmp_path / "model", lively_model(small_config(), dtype=torch.float32))
+    path = tmp_path / "model" / "model.safetensors"
+    weights = load_file(path)
+    wrong = weights if all_of_them else {"blocks.1.mlp.up.weight"}
+    save_file({name: w.to(dtype) if name in wrong else w for name, w in weights.items()}, path)
+    with pytest.raises(ValueError, match=rf"model\.safetensors.*has dtype {dtype}"):
+        Thoughtbubbles.load(tmp_path / "model")
+
+
+def split_in_two(folder: Path, name_of_the_second: object) -> None:
+    """As Hugging Face writes large models: an index, and files that it lists."""
+    whole = folder / "model.safetensors"
+    weights = load_file(whole)
+    whole.unlink()
+    names = sorted(weights)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, mine in parts.items():
+        save_file({name: weights[name] for name in mine}, folder / file, {"format": "pt"})
+    places = {name: file for file, mine in parts.items() for name in mine}
+    if name_of_the_second is not None:
+        places = {name: name_of_the_second if "00002-of" in file else file for name, file in places.items()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside/model-00002-of-00002.safetensors",
+        "/model-00002-of-00002.safetensors",
+        "./model-00002-of-00002.safetensors",
+        "sub/model-00002-of-00002.safetensors",
+        "..",
+        "",
+        "tokenizer.json",
+        7,
+        None,
+    ],
+)
+def test_an_index_names_files_of_its_own_folder_only(tmp_path, name):
+    """Also where a file of that name lies beside it: who writes a folder into a name means another place."""
+    model = lively_model(small_config(), dtype=torch.float32)
+    save_model(tmp_path / "model", model)
+    split_in_two(tmp_path / "model", name)
+    if name is None:  # as it should be
+        assert torch.equal(Thoughtbubbles.load(tmp_path / "model").embedding.weight, model.embedding.weight)
+        return
+    with pytest.raises(ValueError, match=r"index\.json lists .*, which is not a file of this folder"):
+        Thoughtbubbles.load(tmp_path / "model")
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run with two checkpoints and their manifests, as training leaves it."""
+    write_synthetic(tmp_path / "corpus", n_tokens=1000, seed=0)
+    model = lively_model(small_config(vocab_size=257), dtype=torch.float32)
+    for step in ("step-00000002", "step-00000010"):
+        save_model(tmp_path / "run" / step / "model", model, tokenizer=tokenizer("bytes"))
+        (tmp_path / "run" / step / "state.json").write_text("{}")
+        write_manifest(tmp_path / "run" / step)
+    return tmp_path / "run"
+
+
+def command(*words: object) -> Callable[[Path, Path], Any]:
+    def call(run: Path, folder: Path) -> None:
+        places = {"RUN": run, "OUT": folder / "out", "DATA": folder / "corpus"}
+        try:
+            main([str(places.get(str(word), word)) for word in words])
+        except SystemExit as stopped:
+            raise ValueError(stopped.code) from None
+
+    return call
+
+
+READERS: dict[str, Callable[[Path, Path], Any]] = {
+    "load": lambda run, _: Thoughtbubbles.load(run),
+    "the checkpoint": lambda run, _: Thoughtbubbles.load(run / "step-00000010"),
+    "its model": lambda run, _: Thoughtbubbles.load(run / "step-00000010" / "model"),
+    "generate": command("generate", "x", "--checkpoint", "RUN", "--max-new", 1, "--device", "cpu"),
+    "eval": command("eval", "--checkpoint", "RUN", "--data", "DATA", "--windows", 1, "--device", "cpu", "--out", "OUT"),
+    "export": command("export", "--checkpoint", "RUN", "--out", "OUT"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_one_flipped_bit_in_the_newest_weights_is_refused(run, tmp_path, reader):
+    READERS[reader](run, tmp_path)  # as it was written, it opens
+    path = run / "step-00000010" / "model" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"step-00000010 is damaged \(model/model\.safetensors has been altered"):
+        READERS[reader](run, tmp_path)
+
+
+def drop_from_manifest(step: Path, name: str) -> None:
+    manifest = json.loads((step / "manifest.json").read_text())
+    del manifest[name]
+    (step / "manifest.json").write_text(json.dumps(manifest))
+
+
+def name_outside(step: Path) -> None:
+    manifest = json.loads((step / "manifest.json").read_text())
+    manifest["../step-00000002/state.json"] = manifest["state.json"]
+    (step / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda step: drop_from_manifest(step, "model/model.safetensors"), "does not list model/model.safetensors"),
+        (lambda step: drop_from_manifest(step, "model/tokenizer.json"), "does not list model/tokenizer.json"),
+        (lambda step: (step / "manifest.json").write_text("{}"), "does not list model/config.json"),
+        (lambda step: (step / "manifest.json").write_text("[]"), "a JSON list instead of an object"),
+        (lambda step: (step / "model" / "tokenizer.json").unlink(), "model/tokenizer.json is missing"),
+        (name_outside, "'../step-00000002/state.json', which is not inside the folder"),
+    ],
+)
+def test_a_manifest_that_is_not_whole_is_damage(run, harm, message):
+    harm(run / "step-00000010")
+    with pytest.raises(ValueError, match=message) as refused:
+        Thoughtbubbles.load(run)
+    assert "step-00000010" in str(refused.value)
+
+
+def test_what_is_written_beside_the_weights_is_no_damage(run):
+    (run / "step-00000010" / "model" / "README.md").write_text("mine")
+    (run / "step-00000010" / "results").mkdir()
+    (run / "step-00000010" / "state.json").write_text("changed: resume refuses it, the model is whole")
+    Thoughtbubbles.load(run)
 
 
 def test_nothing_is_ever_unpickled():

@@ -79,7 +79,7 @@ def write_model(
     write_json(folder / CONFIG, described)
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / WEIGHTS, {"format": "pt"})
     if tokenizer is not None:
-        save_tokenizer(tokenizer, folder)
+        save_tokenizer(tokenizer, folder, max_length=config.block_size)
 
 
 def ids_of(tokenizer: Tokenizer) -> dict[str, int]:
@@ -137,7 +137,15 @@ def check_manifest(folder: Path) -> None:
             continue
         read = {prefix + path.name for path in folder.iterdir() if path.name.endswith(READ) and path.name != MANIFEST}
         if (wrong := damage(home, required=read, only=read | _listed(home, prefix))) is not None:
-            raise ValueError(f"{home} is damaged ({wrong}): {DAMAGED}")
+            raise ValueError(
+                f"{home} is damaged ({wrong}): take another checkpoint; if you changed it yourself, delete {MANIFEST}"
+            )
+
+
+def drop_manifest(folder: Path) -> None:
+    """After a model was written over the one that the manifest describes."""
+    if (folder / MANIFEST).is_file() and CONFIG in read_object(folder / MANIFEST):
+        (folder / MANIFEST).unlink()
 
 
 def _listed(home: Path, prefix: str) -> set[str]:
@@ -199,10 +207,17 @@ def check_weights(folder: Path, weights: Mapping[str, Tensor], config: ModelConf
     wrong = f"it has {len(layers)} blocks, not {config.n_layer}" if len(layers) != config.n_layer else None
     if wrong is None:
         wrong = misfits(shapes(config), weights)
-    if wrong is None:
-        wrong = next((f"{n} has dtype {w.dtype}" for n, w in weights.items() if w.dtype not in DTYPES), None)
     if wrong is not None:
         raise ValueError(f"{folder / WEIGHTS} does not fit its {CONFIG}: {wrong}")
+    check_dtypes(folder, weights)
+
+
+def check_dtypes(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        if weight.dtype not in DTYPES:
+            raise ValueError(
+                f"{folder / WEIGHTS}: {name} has dtype {weight.dtype}, which weights cannot have: {DAMAGED}"
+            )
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -15,90 +15,64 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    size: Annotated[str, tyro.conf.arg(metavar="SIZE")],
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")],
     /,
     *,
     tokens: int | None = None,
     rows: int = 1,
-    copies: tuple[int, ...] = (3, 5),
-    budgets: tuple[float, ...] = (2.0, 4.0),
+    copies: tuple[int, ...] | None = None,
+    budgets: tuple[float, ...] | None = None,
 ) -> None:
     """Show what a model costs: parameters, FLOPs, streams at each layer and memory, against plain GPT and copy-N.
 
     Args:
-        size: A size by name (nano, tiny, 150m, 319m, 772m, 1.9b), in our form or, as 150m-paper, in the paper's.
+        model: A size by name (nano, tiny, 150m, 319m, 772m, 1.9b), in our form or, as 150m-paper, in the paper's; or a
+            model's folder, a checkpoint of a run, or a run (its newest checkpoint).
         tokens: Tokens in a row; the model's block size by default.
         rows: Rows in a batch, for the memory that the backward needs.
-        copies: The copy-N baselines to show.
-        budgets: The budgets (streams per token) to show.
+        copies: The copy-N baselines to show; of a size, 3 and 5 by default.
+        budgets: The budgets (streams per token) to show; of a size, 2 and 4 by default, of a folder the model's own.
     """
-    from dataclasses import replace
+    from thoughtbubbles.recipes.costs import inspect_model
 
-    from thoughtbubbles.model.config import ModelConfig
-    from thoughtbubbles.recipes.costs import show_costs
-
-    base = ModelConfig.named(size)
-    name = size.partition("-")[0]
-    if tokens is not None and not 1 <= tokens <= base.block_size:
-        raise ValueError(f"--tokens {tokens}: a row of {size} has from 1 to {base.block_size} tokens")
-    if rows < 1:
-        raise ValueError(f"--rows {rows}: a batch has 1 row or more")
-    variants = {"plain": ModelConfig.named(f"{name}-plain")}
-    variants |= {f"copy-{n}": ModelConfig.named(f"{name}-copy-{n}") for n in copies}
-    variants |= {f"{base.selection}, r = {r:g}": replace(base, budget=r) for r in budgets if base.fork_layers}
-    show_costs(size, variants, tokens=tokens or base.block_size, rows=rows)
+    inspect_model(model, tokens=tokens, rows=rows, copies=copies, budgets=budgets)
 
 
 TRAIN_USAGE = """\
 usage: thoughtbubbles train RECIPE [--resume] [--dry-run] [--FIELD VALUE …]
+       thoughtbubbles train --resume DIR [--dry-run] [--FIELD VALUE …]
        thoughtbubbles train --list
        torchrun --nproc-per-node N -m thoughtbubbles train RECIPE …
 
   --list             all recipes, with parameters, tokens and expected FLOPs
   RECIPE --help      every field of the run that can be changed, with its value
-  --resume           go on from the newest whole checkpoint of the run's folder (from step 0 where there is none)
-  --dry-run          build the model, take one step at reduced size, print the resolved config
-  --init-from DIR    start from the weights of a model, checkpoint or run
+  --resume DIR       go on with the run in this folder, with the settings that its run.json has
+  --resume           with a recipe: go on from the newest whole checkpoint of --out (from step 0 where there is none)
+  --dry-run          open the data and check all that the run needs, take one step at reduced size, print the config
+  --init-from DIR    start from the weights of a model, checkpoint or run; the shape of the model is theirs, and
+                     --model.* options change it
+  --data.val DIR …   validate on other folders than those that are trained on
   --profile          watch a few steps: a trace, and a table of where the time goes
+
+Exit codes: 0 the run is finished; 1 an error, in one line; 2 a mistake in the options. Stopped by a signal, after
+saving: 128 + its number (SIGINT 130, SIGTERM 143).
 
 for example: thoughtbubbles train tiny --optim.lr 1e-3 --out runs/first"""
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Trains a recipe; the fields of its RunConfig are options."""
+    """Trains a recipe, or goes on with a run; the fields of its RunConfig are options."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(TRAIN_USAGE)
         return
-    from thoughtbubbles.recipes import recipe
-    from thoughtbubbles.recipes.table import dry_run as take_one_step
-    from thoughtbubbles.recipes.table import show_recipes
-    from thoughtbubbles.train.config import RunConfig
-    from thoughtbubbles.train.loop import train as run_training
-
     if "--list" in arguments:
+        from thoughtbubbles.recipes.table import show_recipes
+
         show_recipes()
         return
-    name, *rest = arguments
-    default = recipe(name)
+    from thoughtbubbles.recipes.command import train_command
 
-    def run(
-        config: Annotated[RunConfig, tyro.conf.arg(name="")] = default, *, resume: bool = False, dry_run: bool = False
-    ) -> None:
-        """Train this recipe.
-
-        Args:
-            config: The run.
-            resume: Go on from the newest whole checkpoint of the run's folder.
-            dry_run: Build the model, take one step at reduced size, and print the resolved config.
-        """
-        if dry_run:
-            take_one_step(config)
-            return
-        result = run_training(config, resume=resume)
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"{'finished' if result.finished else 'stopped'}: {result.checkpoint}")
-
-    tyro.cli(run, prog=f"thoughtbubbles train {name}", args=rest)
+    train_command(arguments)
 
 
 def prepare(arguments: Sequence[str]) -> None:
@@ -125,7 +99,11 @@ def evaluate(arguments: Sequence[str]) -> None:
     from thoughtbubbles.train.parallel import join
 
     with join(settings.device) as world:
-        run(settings, device=world.device, ranks=Ranks(world.rank, world.size, world.saving))
+        ranks = Ranks(world.rank, world.size, world.saving)
+        failed = run(settings, device=world.device, ranks=ranks)["failed"]
+    if failed:  # told in full above
+        few = f"{len(failed)} of {len(settings.names)} tasks could not run: {', '.join(failed)}"
+        sys.exit(f"thoughtbubbles eval: {few}" if ranks.is_first else 1)
 
 
 def _through_harness(settings: "Evaluation") -> None:
@@ -143,7 +121,7 @@ def _through_harness(settings: "Evaluation") -> None:
         tasks=settings.tasks,
         data_dir=settings.data_dir or os.environ.get(VARIABLE),
         limit=settings.limit,
-        budget=settings.budget,
+        budget=settings.budget[0] if settings.budget else None,
         dtype=settings.dtype,
         device=settings.device,
         batch_tokens=settings.batch_tokens,
@@ -186,8 +164,8 @@ def generate(
             is taken off. A prompt that begins with a dash goes there too.
         checkpoint: The model: its folder, a checkpoint of a run, or a run (its newest checkpoint).
         max_new: New tokens at most; by default until prompt and text fill the model's block.
-        budget: Streams per token in place of the model's own, such as 2, 1.5 or 4/3: from 1 (no forks) up to what the
-            fork layers allow.
+        budget: Streams per token in place of the model's own, such as 2, 1.5 or 4/3: from 1 (no forks) on; as many as
+            the fork layers can make, or more, is no limit.
         budget_mode: What the budget is counted on, in place of the model's own. proportional: the tokens so far. fixed:
             a full block (block selection and --method recomputed only).
         method: How a new token sees those before it; by default whichever is exact for the model.
@@ -335,13 +313,15 @@ def import_authors(
     """
     from thoughtbubbles.checkpoint import save_model
     from thoughtbubbles.data.tokenizer import tokenizer
+    from thoughtbubbles.files import check_folder
     from thoughtbubbles.interop.authors import import_model
 
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    folder = check_folder(out, option="--out")
+    if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"--out {out} is not empty: give a new folder")
     model = import_model(checkpoint, heads=heads, block_size=block_size, budget=budget, budget_mode=budget_mode)
     gpt2 = tokenizer("gpt2")
-    written = save_model(out, model, tokenizer=gpt2 if gpt2.size <= model.config.vocab_size else None)
+    written = save_model(folder, model, tokenizer=gpt2 if gpt2.size <= model.config.vocab_size else None)
     print(f"written: {written} ({sum(weight.numel() for weight in model.parameters()):,} parameters)")
 
 

@@ -64,14 +64,13 @@ def parse_json(text: str | bytes, *, where: str, remedy: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where}: not JSON ({error.msg} at line {error.lineno}, column {error.colno}): {remedy}"
-        ) from None
+        place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise ValueError(f"{where}: not JSON ({error.msg} at {place}): {remedy}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{where}: not JSON (it is not UTF-8): {remedy}") from None
     except ValueError:  # Python reads no number of more than some thousand digits
         raise ValueError(f"{where}: a number has too many digits: {remedy}") from None
-    except RecursionError:
+    except KeyError:
         raise ValueError(f"{where}: the JSON is nested too deeply: {remedy}") from None
 
 
@@ -92,6 +91,22 @@ def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_atomically(path, [(json.dumps(value, indent=2) + "\n").encode()])
+
+
+def check_folder(folder: Path, *, option: str) -> Path:
+    """Where a folder is to be written, links followed: looked at before any work is done for it."""
+    shown, remedy = f"{option} {short_name(folder)}", "give a folder that can be written"
+    with named(shown, remedy):
+        try:
+            folder = folder.resolve()
+        except RuntimeError:  # what Python before 3.13 says of a link that leads to itself
+            raise ValueError(f"{shown} cannot be used (a link leads to itself): {remedy}") from None
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        if not there.is_dir():
+            raise ValueError(f"{shown} is a file: {remedy}" if there == folder else f"{there} is a file: {remedy}")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ValueError(f"{shown} cannot be written: {remedy}")
+    return folder
 
 
 def partial_folder(folder: Path) -> Path:
@@ -131,10 +146,11 @@ def locked(folder: Path, *, doing: str) -> Iterator[None]:
     """The system gives the lock back when the process ends, however it ends."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"out = {folder}: another process is {doing} this folder; wait for it") from None
         yield
-    except BlockingIOError:
-        raise ValueError(f"out = {folder}: another process is {doing} this folder; wait for it") from None
     finally:
         os.close(handle)
 

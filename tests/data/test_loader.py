@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thoughtbubbles.data import loader as loader_module
 from thoughtbubbles.data.loader import (
     IGNORED,
     Batch,
@@ -21,11 +22,12 @@ from thoughtbubbles.data.loader import (
 )
 from thoughtbubbles.data.shards import Index, ShardWriter, write_index
 from thoughtbubbles.data.shuffle import key_of, mix64, permute
+from thoughtbubbles.data.tokenizer import tokenizer
 
-END = 60_000  # end-of-text; ordinary tokens below it are their own places in the text
+END = 50_256  # end-of-text of gpt2; ordinary tokens below it are their own places in the text
 
 
-def text_folder(folder: Path, n_tokens: int, *, shard_tokens: int = 1 << 20, tokenizer: str = "numbers") -> Path:
+def text_folder(folder: Path, n_tokens: int, *, shard_tokens: int = 1 << 20, name: str = "gpt2") -> Path:
     """Token i is i, in both splits: a window tells where it comes from."""
     finished = {}
     for split in ("train", "val"):
@@ -33,7 +35,8 @@ def text_folder(folder: Path, n_tokens: int, *, shard_tokens: int = 1 << 20, tok
         writer.add(np.arange(n_tokens, dtype=np.uint16))
         writer.close()
         finished[split] = writer.finished
-    write_index(folder, Index("text", tokenizer, END, END + 1, finished))
+    tok = tokenizer(name)
+    write_index(folder, Index("text", name, tok.end_of_text, tok.size, finished))
     return folder
 
 
@@ -45,7 +48,7 @@ def example_folder(folder: Path, examples: list[tuple[list[int], list[int]]], *,
             writer.add_example(np.array(tokens, dtype=np.uint16), np.array(mask, dtype=np.bool_))
         writer.close()
         finished[split] = writer.finished
-    write_index(folder, Index("examples", "numbers", END, END + 1, finished))
+    write_index(folder, Index("examples", "gpt2", END, END + 1, finished))
     return folder
 
 
@@ -294,10 +297,30 @@ def test_examples_by_hand(tmp_path):
         assert {row[0][0]: row for row in rows} == expected
 
 
+@pytest.mark.parametrize("n", [3, 4, 5, 8, 9, 11])
+def test_examples_are_counted_over_the_edges_of_parts(n, tmp_path, monkeypatch):
+    """Examples are gone through some at a time: at the edges none is lost, and none is counted twice."""
+    monkeypatch.setattr(loader_module, "PART_EXAMPLES", 4)
+    examples = numbered_examples(n)
+    examples[-2] = ([n - 2, 100], [1, 0])  # without a target; the edge lies before it or behind it
+    held_out = HeldOut([Source(example_folder(tmp_path, examples))], n_tokens=5, rows=n)
+    (batch,) = held_out
+    expected = [i for i in range(n) if i != n - 2]
+    assert batch.ids[: n - 1, 0].tolist() == expected
+    assert batch.lengths[: n - 1].tolist() == [1 + i % 4 for i in expected]
+    assert (batch.targets != IGNORED).sum(axis=1).tolist() == [*(1 + i % 4 for i in expected), 0]
+    assert held_out.n_excluded == 1
+
+
 def test_a_folder_whose_examples_teach_nothing_is_refused(tmp_path):
     folder = example_folder(tmp_path, [([1, 2, 3], [1, 0, 0])])
     with pytest.raises(ValueError, match=r"no row for n_tokens = 4"):
         Loader([Source(folder)], rows=1, n_tokens=4, seed=0)
+    one = ShardWriter(tmp_path / "empty", "train", kind="examples", shard_tokens=10)
+    one._finish_shard()  # what a damaged or foreign tool can write: a shard without an example
+    write_index(tmp_path / "empty", Index("examples", "gpt2", END, END + 1, {"train": one.finished}))
+    with pytest.raises(ValueError, match=r"empty has no row for n_tokens = 4"):
+        Loader([Source(tmp_path / "empty")], rows=1, n_tokens=4, seed=0)
 
 
 # --- held-out --------------------------------------------------------------------------------------
@@ -401,7 +424,7 @@ def test_settings_are_checked(tmp_path):
 
 
 def test_sources_share_a_tokenizer(tmp_path):
-    sources = [Source(text_folder(tmp_path / name, 20, tokenizer=name)) for name in ("gpt2", "bytes")]
+    sources = [Source(text_folder(tmp_path / name, 20, name=name)) for name in ("gpt2", "bytes")]
     with pytest.raises(ValueError, match=r"different tokenizers .*'gpt2'.*'bytes'.*prepare both with the same"):
         Loader(sources, rows=2, n_tokens=4, seed=0)
 

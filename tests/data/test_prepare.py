@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from thoughtbubbles.data.prepare import prepare
-from thoughtbubbles.data.shards import open_dataset
+from thoughtbubbles.data.loader import Loader, Source
+from thoughtbubbles.data.prepare import NEXT, prepare
+from thoughtbubbles.data.shards import open_dataset, write_index
 from thoughtbubbles.data.tokenizer import tokenizer
 
 RUN = """
@@ -138,7 +141,9 @@ def test_nothing_held_out_on_demand(tmp_path, capsys):
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in random_texts(50)])
     index = prepare((str(source),), out=tmp_path / "out", tokenizer="bytes", processes=1, held_out=0.0)
     assert index.notes["documents"] == {"train": 50, "val": 0}
-    assert "nothing is held out" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "there is no split val, so training will have no validation loss; for one, give --val" in shown
+    assert f"next: thoughtbubbles train tiny --data.mixture {tmp_path / 'out'}\n" in shown
 
 
 def test_the_same_bytes_for_any_number_of_processes(corpus, uninterrupted, tmp_path):
@@ -166,6 +171,136 @@ def test_limit(tmp_path):
         prepare((str(source),), out=tmp_path / "more", tokenizer="bytes", processes=1, limit=101)
 
 
+# --- a validation set of one's own ----------------------------------------------------------------
+
+
+def test_a_validation_set_as_it_is(tmp_path, capsys):
+    """Every document of it, duplicates too and in order, and nothing of the other sources."""
+    texts, own = random_texts(60), random_texts(9, seed=1)
+    own += own[:2]
+    train = write_lines(tmp_path / "train.jsonl", [{"text": text} for text in [*texts, *texts[:5]]])
+    (tmp_path / "val").mkdir()
+    write_lines(tmp_path / "val" / "a.jsonl", [{"text": text} for text in own[:4]])
+    write_lines(tmp_path / "val" / "b.jsonl", [{"text": text} for text in own[4:]])
+    last = tmp_path / "last.txt"
+    last.write_text("the last")
+    val, options = (str(tmp_path / "val"), str(last)), {"tokenizer": "bytes", "processes": 1, "shard_tokens": 4000}
+    out = tmp_path / "out"
+    index = prepare((str(train),), out=out, val=val, **options)
+    assert documents(out, "train") == [*texts, *texts[:5]]
+    assert documents(out, "val") == [*own, "the last"]
+    assert index.notes["documents"] == {"train": 65, "val": 12}
+    assert index.notes["settings"]["val"] == list(val)
+    assert index.notes["settings"]["held_out"] == 0
+    assert "val is very small (fewer than 10,000 tokens)" in capsys.readouterr().out
+
+    assert prepare((str(train),), out=out, val=val, **options) == index
+    with pytest.raises(ValueError, match=r"a prepared dataset with other settings \(val = \['.*last.txt'\]\)"):
+        prepare((str(train),), out=out, val=val[:1], **options)
+    with pytest.raises(ValueError, match=r"other settings \(val = \['.*last.txt'\], held_out = 0.0\)"):
+        prepare((str(train),), out=out, **options)
+    last.write_text("other words")
+    with pytest.raises(ValueError, match="of the same sources, but their files have changed since"):
+        prepare((str(train),), out=out, val=val, **options)
+
+
+def test_a_validation_set_has_the_same_bytes_for_any_number_of_processes(tmp_path):
+    train = write_lines(tmp_path / "train.jsonl", [{"text": text} for text in random_texts(60)])
+    val = write_lines(tmp_path / "val.jsonl", [{"text": text} for text in random_texts(30, seed=1)])
+    options = {"val": (str(val),), "tokenizer": "bytes", "shard_tokens": 10_000, "limit": 50}
+    done = run(train, tmp_path / "two", chunk_bytes=2000, processes=2, **options)
+    assert done.returncode == 0, done.stderr
+    prepare((str(train),), out=tmp_path / "one", processes=1, **options)
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    assert len(contents(tmp_path / "one")) > 4
+
+
+def test_a_limit_does_not_count_the_validation_set(tmp_path):
+    train = write_lines(tmp_path / "train.jsonl", [{"text": text} for text in random_texts(20)])
+    val = write_lines(tmp_path / "val.jsonl", [{"text": text} for text in random_texts(9, seed=1)])
+    index = prepare((str(train),), out=tmp_path / "out", val=(str(val),), tokenizer="bytes", processes=1, limit=7)
+    assert index.notes["documents"] == {"train": 7, "val": 9}
+    assert documents(tmp_path / "out", "train") == random_texts(20)[:7]
+
+
+def test_a_validation_set_of_examples(tmp_path):
+    records = [{"question": f"{i}?", "answer": "same"} for i in range(30)]
+    train, val = write_lines(tmp_path / "train.jsonl", records), write_lines(tmp_path / "val.jsonl", records[:3])
+    index = prepare((str(train),), out=tmp_path / "out", val=(str(val),), tokenizer="bytes", processes=1)
+    assert (index.kind, index.notes["documents"]) == ("examples", {"train": 30, "val": 3})
+    (tmp_path / "text.txt").write_text("text")
+    with pytest.raises(ValueError, match=r"train.jsonl: here are questions or chats with answers, before there were"):
+        prepare((str(train),), out=tmp_path / "no", val=(str(tmp_path / "text.txt"),), tokenizer="bytes", processes=1)
+
+
+def test_a_validation_set_that_would_not_be_one(tmp_path):
+    (tmp_path / "data").mkdir()
+    train = write_lines(tmp_path / "data" / "train.jsonl", [{"text": "a"}])
+    val = write_lines(tmp_path / "data" / "val.jsonl", [{"text": "b"}])
+    empty = write_lines(tmp_path / "empty.jsonl", [{"text": ""}])
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(val)
+    for sources, given, words in [
+        (tmp_path / "data", val, r"val = .*val.jsonl: it is among the sources to train on, too"),
+        (tmp_path / "data", link, r"val = .*link.jsonl: it is among the sources"),
+        ("gsm8k", "gsm8k", r"val = gsm8k: it is among the sources"),
+        (train, tmp_path / "gone.jsonl", r"gone.jsonl is neither a file or folder here"),
+        (train, empty, r"val = .*empty.jsonl: there is no document in them; give others"),
+        (empty, val, r"sources = .*empty.jsonl: there is no document in them; give others"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            prepare(
+                (str(sources),),
+                out=tmp_path / "out",
+                val=(str(given),),
+                tokenizer="bytes",
+                processes=1,
+                shard_tokens=1,
+            )
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=r"held_out = 0.1 and val = .*val.jsonl: .*leave one of the two out"):
+        prepare((str(train),), out=tmp_path / "out", val=(str(val),), held_out=0.1)
+
+
+def test_an_empty_validation_set_is_told_before_the_long_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("thoughtbubbles.data.sources.CHUNK_BYTES", 100)
+    lines = [{"text": text} for text in random_texts(20)]
+    train, val = write_lines(tmp_path / "train.jsonl", [*lines, {"broken": 1}]), tmp_path / "val.jsonl"
+    val.write_text("")
+    with pytest.raises(ValueError, match=r"val = .*val.jsonl: there is no document in them"):
+        prepare((str(train),), out=tmp_path / "out", val=(str(val),), tokenizer="bytes", processes=1)
+
+
+@pytest.mark.parametrize(("tokens", "is_small"), [(9_999, True), (10_000, False)])
+def test_a_small_validation_split_is_pointed_out(tokens, is_small, tmp_path, capsys):
+    (tmp_path / "train.txt").write_text("a" * 500)
+    (tmp_path / "val.txt").write_text("b" * (tokens - 1))
+    options = {"val": (str(tmp_path / "val.txt"),), "tokenizer": "bytes", "processes": 1}
+    prepare((str(tmp_path / "train.txt"),), out=tmp_path / "out", **options)
+    assert ("val is very small (fewer than 10,000 tokens)" in capsys.readouterr().out) == is_small
+
+
+def test_the_next_command_fits_little_text_and_odd_names(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("0123456789")
+    out = tmp_path / "a folder=2"
+    prepare((str(tmp_path / "a.txt"),), out=out, tokenizer="bytes", processes=1)
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert command == f"next: thoughtbubbles train tiny --data.mixture '{out}=1' --model.block-size 10"
+    assert Source.parse(f"{out}=1") == Source(out, 1.0)
+    assert len(Loader([Source(out)], rows=1, n_tokens=10, seed=0).batch(0).ids) == 1
+
+
+def test_the_next_command_names_recipes_as_they_are():
+    from thoughtbubbles.recipes import recipe
+
+    for name, (recipe_name, block_size) in NEXT.items():
+        model = recipe(recipe_name).model
+        assert model.block_size == block_size
+        assert model.vocab_size >= tokenizer(name).size
+
+
+# --- interruptions --------------------------------------------------------------------------------
+
 # Ends the process before its n-th operation on files in the folder, for every n in turn, and then goes on.
 EVERY_MOMENT = """
 import os, signal, sys
@@ -175,7 +310,8 @@ from thoughtbubbles.data import output, prepare, sources
 sources.CHUNK_BYTES = 4000
 prepare.SAVE_SECONDS = 0
 folder = Path(sys.argv[1])
-options = dict(tokenizer="bytes", processes=1, shard_tokens=5_000, held_out=0.2)
+options = dict(tokenizer="bytes", processes=1, shard_tokens=5_000)
+options |= dict(val=(str(folder / "val.jsonl"),)) if (folder / "val.jsonl").exists() else dict(held_out=0.2)
 killed_at, seen = None, 0
 
 
@@ -209,7 +345,7 @@ assert fork(folder / "whole") == 0
 whole = contents(folder / "whole")
 n, resumed = 0, 0
 while True:
-    n += 1
+    n += int(sys.argv[2])
     out = folder / f"out{n}"
     if fork(out, n) == 0:
         break
@@ -221,18 +357,23 @@ print(n, resumed, len(whole))
 """
 
 
-@pytest.mark.parametrize("kind", ["text", "examples"])
-def test_killed_at_every_moment(kind, tmp_path):
+@pytest.mark.parametrize(("kind", "stride"), [("text", 1), ("examples", 3), ("text with a validation set", 3)])
+def test_killed_at_every_moment(kind, stride, tmp_path):
+    """At every third one where only what is read or written differs."""
     (tmp_path / "in").mkdir()
     texts = random_texts(40, words=90)
-    records = [{"text": t} if kind == "text" else {"question": t[:50], "answer": t[50:]} for t in texts]
+    records = [{"question": t[:50], "answer": t[50:]} if kind == "examples" else {"text": t} for t in texts]
+    if kind == "text with a validation set":
+        write_lines(tmp_path / "val.jsonl", [{"text": t} for t in random_texts(9, words=90, seed=1)])
     write_lines(tmp_path / "in" / "a.jsonl", records[:25])
     write_lines(tmp_path / "in" / "b.jsonl", records[25:])
-    done = subprocess.run([sys.executable, "-c", EVERY_MOMENT, str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", EVERY_MOMENT, str(tmp_path), str(stride)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     moments, resumed, files = map(int, done.stdout.split())
     assert moments > 25
-    assert resumed > moments / 2
+    assert resumed > moments / stride / 2
     assert files >= 5
 
 
@@ -342,6 +483,161 @@ def test_a_half_finished_folder_takes_only_the_same_settings(tmp_path):
         prepare((str(source),), out=out, tokenizer="bytes", processes=1)
 
 
+def test_what_came_before_a_broken_record_is_kept(tmp_path, monkeypatch, capsys):
+    """The journal knows of every chunk before that of the record: only that chunk is read again."""
+    monkeypatch.setattr("thoughtbubbles.data.sources.CHUNK_BYTES", 1)  # a line is a chunk
+    texts, source, out = random_texts(20), tmp_path / "a.jsonl", tmp_path / "out"
+    write_lines(source, [*({"text": text} for text in texts[:12]), {"txt": "b"}])
+    with pytest.raises(ValueError, match=r"a.jsonl, line 13: the record has the fields txt"):
+        prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+    state = json.loads((out / "prepare.json").read_text())["state"]
+    assert state["place"] == [0, 12]
+    assert sum(counts["documents"] for counts in state["counts"].values()) == 12
+    assert sum(state["tails"].values()) == sum(len(text) + 1 for text in texts[:12])
+    with pytest.raises(ValueError, match=r"a.jsonl, line 13"):
+        prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+    assert "going on after 12 documents that are done" in capsys.readouterr().err
+
+
+JOURNAL_EDITS = [
+    (["settings"], None),
+    (["settings"], 7),
+    (["state"], []),
+    (["state", "kind"], ["text"]),
+    (["state", "kind"], "words"),
+    (["state", "kind"], None),
+    (["state", "place"], [0]),
+    (["state", "place"], 3),
+    (["state", "place"], [0, "1"]),
+    (["state", "place"], [0, -1]),
+    (["state", "place"], [0, True]),
+    (["state", "skipped"], "0"),
+    (["state", "first_keys"], [1, 2, 3]),
+    (["state", "first_keys"], [2**64]),
+    (["state", "first_keys"], {"a": 1}),
+    (["state", "counts"], []),
+    (["state", "counts", "train"], {"pages": 1}),
+    (["state", "counts", "train"], None),
+    (["state", "counts", "val", "bytes"], 0.5),
+    (["state", "shards"], {"train": []}),
+    (["state", "shards", "train"], 5),
+    (["state", "shards", "train"], [{"file": "../x", "n_tokens": 1, "n_examples": 0, "crc32": 0}]),
+    (["state", "shards", "train"], ["train-00000.bin"]),
+    (["state", "tails"], None),
+    (["state", "tails", "train"], -1),
+    (["state", "tails", "train"], 10**30),
+]
+
+
+def halfway(folder):
+    """A source whose second record is broken, and a folder in which one document is kept."""
+    source, out = folder / "a.jsonl", folder / "out"
+    source.write_text('{"text": "%s"}\n{"txt": 0}\n' % ("a" * (1 << 20)))
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2"):
+        prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+    return source, out
+
+
+@pytest.fixture(scope="module")
+def half_prepared(tmp_path_factory):
+    return halfway(tmp_path_factory.mktemp("half"))
+
+
+@pytest.mark.parametrize(("path", "value"), JOURNAL_EDITS)
+def test_a_journal_of_wrong_kinds_is_refused(half_prepared, path, value):
+    """With a wrong checksum, and with a right one."""
+    source, out = half_prepared
+    journal = out / "prepare.json"
+    good = journal.read_text()
+    try:
+        record = json.loads(good)
+        inner = record
+        for name in path[:-1]:
+            inner = inner[name]
+        inner[path[-1]] = value
+        journal.write_text(json.dumps(record))
+        with pytest.raises(ValueError, match=r"prepare.json has been altered .*: delete the folder .*/out"):
+            prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+        del record["crc32"]
+        record["crc32"] = zlib.crc32(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
+        journal.write_text(json.dumps(record))
+        with pytest.raises(ValueError, match=r"prepare.json is damaged .*: delete the folder .*/out"):
+            prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+    finally:
+        journal.write_text(good)
+
+
+def test_a_tail_shorter_than_the_journal_says(tmp_path):
+    source, out = halfway(tmp_path)
+    (tail,) = (path for path in out.glob("train-*.tail"))
+    tail.write_bytes(tail.read_bytes()[:-1])
+    message = r"train-00000.tail is missing or cut short: delete .*out and prepare it again"
+    for put in (lambda: tail.unlink(), lambda: tail.mkdir(), lambda: tail.rmdir() or os.mkfifo(tail)):
+        with pytest.raises(ValueError, match=message):
+            prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+        put()
+    with pytest.raises(ValueError, match=message):
+        prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+
+
+def test_a_pipe_in_the_place_of_an_empty_tail_is_replaced(tmp_path):
+    source, out = halfway(tmp_path)
+    (tail,) = out.glob("val-*.tail")
+    tail.unlink()
+    os.mkfifo(tail)
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2"):
+        prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"{", "not JSON"), (b"[]", "a JSON list"), (b"[" * 100_000, "nested too deeply"), (None, "is not a file")],
+)
+def test_a_journal_that_is_not_one(content, words, tmp_path):
+    source, out = write_lines(tmp_path / "a.jsonl", [{"text": "a"}]), tmp_path / "out"
+    out.mkdir()
+    if content is None:
+        os.mkfifo(out / "prepare.json")
+    else:
+        (out / "prepare.json").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"prepare.json.*{words}.*delete the folder"):
+        prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+
+
+@pytest.mark.parametrize(
+    "change", [{"settings": 7}, {"documents": None}, {"bytes": {"train": 1}}, {"skipped": "no"}, {}], ids=str
+)
+def test_notes_of_wrong_kinds_in_a_finished_folder(change, tmp_path):
+    source, out = write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}]), tmp_path / "out"
+    index = prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+    splits = index.splits if change else {"train": index.splits["train"]}
+    write_index(out, replace(index, splits=splits, notes={**index.notes, **change}))
+    with pytest.raises(ValueError, match=r"index.json is damaged .its notes lack|made in another way"):
+        prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+
+
+def test_folders_that_cannot_be_written(tmp_path):
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("a.jsonl", "a.jsonl/out", "loop", "loop/out", "x" * 5000):
+        with pytest.raises(ValueError, match=rf"writing to .*{name[:7]}.* failed \(") as error:
+            prepare((str(source),), out=tmp_path / name, tokenizer="bytes", processes=1)
+        assert len(str(error.value)) < 1000
+    out = tmp_path / "out"
+    prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+    (out / "a.tail").mkdir()  # what is left over is removed, and this cannot be
+    with pytest.raises(ValueError, match=r"writing to .*out failed"):
+        prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+
+
+def test_processes_that_cannot_be_started(tmp_path):
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))"
+    done = run(source, tmp_path / "out", before=few, tokenizer="bytes", processes=8)
+    assert done.returncode == 1
+    assert done.stderr.startswith("prepare: --processes 8 cannot be used (Too many open files): give fewer")
+
+
 def test_a_folder_with_other_files_is_left_alone(tmp_path):
     source = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
     with pytest.raises(ValueError, match=r"already holds other files \(a.jsonl …\): give a new or empty folder"):
@@ -382,9 +678,22 @@ def test_empty_input(content, tmp_path):
         ({"held_out": float("nan")}, "held_out = nan"),
         ({"shard_tokens": 0}, "shard_tokens = 0: give at least 1 token"),
         ({"limit": 0}, "limit = 0: give 1 document or more"),
+        ({"limit": 2**63}, f"limit = {2**63}: give 1 document or more, up to"),
+        ({"processes": 10**6}, "processes = 1000000: give 1 or more, up to 1,024"),
+        ({"processes": True}, "processes = True: give 1 or more"),
+        ({"processes": "2"}, "processes = '2': give 1 or more"),
+        ({"shard_tokens": 10**30}, r"shard_tokens = 10{30}: give at least 1 token a shard, up to 4,294,967,296"),
+        ({"shard_tokens": 1e6}, "shard_tokens = 1000000.0: give"),
+        ({"held_out": 10**400}, "held_out = 10+…0+: give a share"),
+        ({"held_out": -0.1}, "held_out = -0.1: give a share"),
+        ({"held_out": True}, "held_out = True: give a share"),
+        ({"held_out": "0.1"}, "held_out = '0.1': give a share"),
+        ({"val": "a.jsonl"}, "val = 'a.jsonl': give a tuple of files"),
+        ({"val": (Path("a"),)}, r"val = \(PosixPath\('a'\),\): give a tuple of files"),
+        ({"tokenizer": ["gpt2"]}, r"tokenizer = \['gpt2'\]: choose from gpt2, bytes"),
     ],
 )
-def test_mistakes_at_the_door(options, message, tmp_path):
+def test_mistakes_at_the_door(options, message, tmp_path, no_shape_checks):
     source = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
     with pytest.raises(ValueError, match=message):
         prepare((str(source),), out=tmp_path / "out", **options)

@@ -1,20 +1,24 @@
 """Tokens on disk: what is written comes back, and nothing that was damaged does."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from thoughtbubbles.data import shards as module
 from thoughtbubbles.data.shards import (
     HEADER_BYTES,
     Index,
     ShardInfo,
     ShardWriter,
+    has_split,
     open_dataset,
     read_index,
     write_index,
@@ -166,52 +170,193 @@ def test_a_shard_of_the_other_kind_is_refused(tmp_path):
         open_dataset(tmp_path, split="train")
 
 
-def edited(folder: Path, **changes: object) -> None:
+def test_every_part_of_a_large_shard_counts_in_its_checksum(tmp_path, monkeypatch):
+    """The checksum is computed in parts, each going on from the one before; here they are of 16 bytes."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 16)
+    write_text(tmp_path, train=numbers(100))
+    open_dataset(tmp_path, split="train")
+    path = tmp_path / "train-00000.bin"
+    good = path.read_bytes()
+    for at in range(HEADER_BYTES, len(good), 16):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        with pytest.raises(ValueError, match=r"train-00000\.bin has altered bytes"):
+            open_dataset(tmp_path, split="train")
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (0, 1),  # the first example does not begin at the first token
+        (3, 2),  # before its neighbour: 0, 1, 3, 2 …
+        (3, 2**63),  # far outside
+        (5, 22),  # behind the last token, though the last offset is right
+        (6, 20),
+    ],
+)
+def test_offsets_of_examples_are_checked_without_verification(tmp_path, at, value):
+    write_examples(tmp_path)
+    path = tmp_path / "train-00000.bin"
+    assert open_dataset(tmp_path, split="train").shards[0].offsets.tolist() == [0, 1, 3, 6, 10, 15, 21]
+    data = bytearray(path.read_bytes())
+    data[HEADER_BYTES + 8 * at : HEADER_BYTES + 8 * (at + 1)] = value.to_bytes(8, "little")
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"train-00000\.bin has altered bytes .its offsets do not fit its tokens"):
+        open_dataset(tmp_path, split="train", verify=False)
+
+
+def edited(folder: Path, change: dict[str, object], *, sealed: bool) -> None:
+    """Fields of the index, or else of its first shard; sealed by someone who knows how the checksum is made."""
     record = json.loads((folder / "index.json").read_text())
-    for name, value in changes.items():
+    for name, value in change.items():
         if name in record:
             record[name] = value
         else:
             record["splits"]["train"][0][name] = value
+    if sealed:
+        del record["crc32"]
+        record["crc32"] = zlib.crc32(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
     (folder / "index.json").write_text(json.dumps(record))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"n_tokens": 99}, "train-00000.bin disagrees"),
-        ({"n_examples": 1}, "train-00000.bin disagrees"),
-        ({"crc32": 0}, "train-00000.bin disagrees"),
-        ({"n_tokens": -1}, "index.json is damaged"),
-        ({"n_tokens": "100"}, "index.json is damaged"),
-        ({"file": "../train-00000.bin"}, "index.json is damaged"),
-        ({"file": "train-00001.bin"}, "listed twice"),
-        ({"file": "gone.bin"}, "gone.bin is missing"),
-        ({"kind": "words"}, "index.json is damaged"),
-        ({"splits": None}, "index.json is damaged"),
-        ({"vocab_size": 249}, "index.json is damaged"),  # end_of_text no longer fits
-        ({"vocab_size": 249, "end_of_text": 0}, "has token 249"),
-        ({"version": 2}, "version 2"),
-        ({"format": "something"}, "not the index"),
-        ({"splits": {"val": []}}, "no split 'train'"),
-    ],
-)
+EDITED = [
+    ({"n_tokens": 99}, "train-00000.bin disagrees"),
+    ({"n_examples": 1}, "train-00000.bin disagrees"),
+    ({"n_tokens": -1}, "index.json is damaged"),
+    ({"n_tokens": "100"}, "index.json is damaged"),
+    ({"n_tokens": True}, "index.json is damaged"),
+    ({"n_tokens": 10**30}, "index.json is damaged"),
+    ({"file": "train-00001.bin"}, "index.json is damaged .*instead of 'train-00000.bin'"),
+    *(({"file": name}, "index.json is damaged") for name in ("../train-00000.bin", "..", ".", "a/b", "", 7, ["x"])),
+    ({"file": "x" * 5000}, "index.json is damaged"),
+    ({"kind": "words"}, "index.json is damaged"),
+    ({"kind": ["text"]}, "index.json is damaged"),
+    ({"splits": None}, "index.json is damaged"),
+    ({"splits": {"../x": []}}, "index.json is damaged .*a split is named '../x'"),
+    ({"splits": {"train": {}}}, "index.json is damaged"),
+    ({"splits": {"train": [None]}}, "index.json is damaged"),
+    ({"notes": []}, "index.json is damaged"),
+    ({"tokenizer": ["bytes"]}, "index.json is damaged"),
+    ({"tokenizer": None}, "index.json is damaged"),
+    ({"tokenizer": "words"}, "index.json is damaged .*'words': choose from gpt2, bytes"),
+    ({"tokenizer": "gpt2"}, "index.json is damaged .*end_of_text = 256, but the tokenizer 'gpt2' has 50256"),
+    ({"end_of_text": 10}, "index.json is damaged .*end_of_text = 10, but the tokenizer 'bytes' has 256"),
+    ({"vocab_size": 512}, "index.json is damaged .*vocab_size = 512, but the tokenizer 'bytes' has 257"),
+    ({"splits": {"val": []}}, "no split 'train'"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), EDITED)
 def test_an_edited_index_is_refused(tmp_path, change, words):
+    """With a wrong checksum of the index, and with a right one."""
     write_text(tmp_path, train=numbers(250))
-    edited(tmp_path, **change)
+    edited(tmp_path, change, sealed=False)
+    with pytest.raises(ValueError, match=r"index\.json has been altered .its checksum differs"):
+        open_dataset(tmp_path, split="train", verify=False)
+    edited(tmp_path, change, sealed=True)
     with pytest.raises(ValueError, match=words):
         open_dataset(tmp_path, split="train", verify=False)
 
 
-def test_a_folder_that_is_no_dataset_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "words"), [({"version": 1}, "version 1, this program reads 2"), ({"format": "x"}, "not the index")]
+)
+def test_an_index_of_another_kind_is_told_apart_from_a_damaged_one(tmp_path, change, words):
+    write_text(tmp_path, train=numbers(250))
+    edited(tmp_path, change, sealed=False)
+    with pytest.raises(ValueError, match=rf"index\.json .*{words}"):
+        open_dataset(tmp_path, split="train")
+
+
+@pytest.mark.parametrize("dropped", [0, 1, 2])
+def test_dropped_shards_are_seen(tmp_path, dropped):
+    index = write_text(tmp_path, train=numbers(250))
+    kept = [info for number, info in enumerate(index.splits["train"]) if number != dropped]
+    record = json.loads((tmp_path / "index.json").read_text())
+    edited(
+        tmp_path,
+        {"splits": {"train": [record["splits"]["train"][int(info.file[6:11])] for info in kept]}},
+        sealed=False,
+    )
+    with pytest.raises(ValueError, match=r"index\.json has been altered"):
+        open_dataset(tmp_path, split="train")
+
+
+def test_tokens_that_the_tokenizer_does_not_have(tmp_path):
+    """As after someone has put the shards of another dataset into the folder, with their entries."""
+    writer = ShardWriter(tmp_path, "train", kind="text", shard_tokens=100)
+    writer.add(np.array([5, 257], dtype=np.uint16))
+    writer.close()
+    write_index(tmp_path, Index("text", "bytes", 256, 257, {"train": writer.finished}))
+    with pytest.raises(ValueError, match=r"train-00000\.bin has token 257, index.json says vocab_size = 257"):
+        open_dataset(tmp_path, split="train", verify=False)
+
+
+def test_the_checksum_of_the_index_is_of_its_content(tmp_path):
+    """Indented and ordered otherwise, it is the same index."""
+    index = write_text(tmp_path, train=numbers(250))
+    record = json.loads((tmp_path / "index.json").read_text())
+    (tmp_path / "index.json").write_text(json.dumps(dict(reversed(record.items()))))
+    assert read_index(tmp_path) == index
+
+
+def test_has_split(tmp_path):
+    write_text(tmp_path, train=numbers(10), val=numbers(0))
+    assert has_split(tmp_path, "train")
+    assert not has_split(tmp_path, "val")
+    assert not has_split(tmp_path, "test")
+    with pytest.raises(ValueError, match=r"index\.json is missing"):
+        has_split(tmp_path / "gone", "val")
+
+
+def test_a_folder_that_is_not_a_dataset_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"index.json is missing.*prepare it"):
         open_dataset(tmp_path, split="train")
-    (tmp_path / "index.json").write_text('{"format": "thoughtb')
-    with pytest.raises(ValueError, match=r"index.json is not valid JSON"):
-        open_dataset(tmp_path, split="train")
-    (tmp_path / "index.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"index.json is not the index"):
-        open_dataset(tmp_path, split="train")
+    for content, words in [
+        (b'{"format": "thoughtb', "not JSON"),
+        (b"[]", "holds a JSON list instead of an object"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "a number has too many digits"),
+        (b'{"a": "\xff"}', "it is not UTF-8"),
+        (b"{}", "is not the index"),
+    ]:
+        (tmp_path / "index.json").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"index\.json.*{words}"):
+            open_dataset(tmp_path, split="train")
+
+
+def test_what_is_nested_too_deeply_to_be_written_was_not_written_by_us(tmp_path):
+    """How deep Python's JSON reader and writer go differs by its version: the one may take what the other cannot."""
+    value: list = []
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(ValueError, match=r"index\.json has been altered"):
+        module.check_seal(tmp_path / "index.json", {"notes": value}, remedy="prepare it again")
+
+
+def test_what_lies_where_a_file_should(tmp_path):
+    """Links to themselves, folders, pipes, files in place of folders, names too long: one line that names it."""
+    write_text(tmp_path / "good", train=numbers(250))
+    for name in ("index.json", "train-00001.bin"):
+        for place, words in [
+            (lambda path: path.symlink_to(path.name), "symbolic links|is not a file"),
+            (lambda path: path.mkdir(), "is not a file"),
+            (lambda path: os.mkfifo(path), "is not a file"),
+            (lambda path: path.symlink_to("nowhere"), "No such file|is not a file"),
+        ]:
+            folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+            folder.mkdir()
+            for file in (tmp_path / "good").iterdir():
+                if file.name != name:
+                    (folder / file.name).write_bytes(file.read_bytes())
+            place(folder / name)
+            with pytest.raises(ValueError, match=rf"{name}.*({words})"):
+                open_dataset(folder, split="train")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "loop", tmp_path / "file", tmp_path / ("x" * 5000)):
+        with pytest.raises(ValueError, match=r"index\.json") as error:
+            open_dataset(folder, split="train")
+        assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import lzma
 import os
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pyarrow as pa
@@ -118,11 +119,31 @@ def test_files_of_another_kind_are_named(ending, tmp_path):
     [
         (b'{"text": "a"', "line 3: not JSON (Expecting ',' delimiter at column 13): repair or remove the line"),
         (b'{"text": "\xff"}', "line 3: byte 11 is not UTF-8: convert the file"),
-        (b'["a"]', "line 3: a JSON list is no record"),
+        (b'["a"]', "line 3: a JSON list is not a record"),
         (b'{"txt": "a", "id": 1}', "line 3: the record has the fields txt, id: give {text}, {question, answer}"),
         (b'{"text": null}', "line 3: text is NoneType, not text"),
         (b'{"messages": [{"role": "owl", "content": "hu"}]}', "line 3: role = 'owl': give one of system, user, tool"),
-        (b'{"messages": "hello"}', "line 3: messages is no list of {role, content}"),
+        (b'{"messages": "hello"}', "line 3: messages is not a list of {role, content}"),
+        (b'{"messages": ""}', "line 3: messages is not a list of {role, content}"),
+        (b'{"messages": {}}', "line 3: messages is not a list of {role, content}"),
+        (b'{"messages": [["user", "hi"]]}', "line 3: messages is not a list of {role, content}"),
+        (b'{"messages": [{"role": {"a": 1}, "content": "hi"}]}', "line 3: role = {'a': 1}: give one of system"),
+        (b'{"messages": [{"role": ["user"], "content": "hi"}]}', "line 3: role = ['user']: give one of system"),
+        (b'{"messages": [{"content": "hi"}]}', "line 3: role = None: give one of system"),
+        (b'{"messages": [{"role": "user", "content": [{"text": "hi"}]}]}', "line 3: content is list, not text"),
+        (b'{"messages": [{"role": "assistant", "content": null}]}', "line 3: content is NoneType, not text"),
+        (b'{"messages": [{"role": "user", "content": true}]}', "line 3: content is bool, not text"),
+        (b'{"text": {"text": {}}}', "line 3: text is dict, not text"),
+        (b'{"train": {"question": "q", "answer": []}}', "line 3: answer is list, not text"),
+        (b'{"question": "q", "steps": [{}], "answer": "1"}', "line 3: an entry of steps is dict, not text"),
+        (
+            b'{"question": "q", "choices": ["a", null], "answer": 0}',
+            "line 3: an entry of choices is NoneType, not text",
+        ),
+        (b'{"question": "q", "choices": ["a", "b"], "answer": [0]}', "line 3: answer = [0]: give a number from 0 to 1"),
+        (b'{"question": "q", "choices": "ab", "answer": 0}', "line 3: choices is str, not a list"),
+        (b'{"a\\nb": 1}', "line 3: the record has the fields a b: give"),
+        (b'{"text": ' + b"7" * 5000 + b"}", "line 3: a number has too many digits: repair or remove the line"),
         (b'{"question": "q", "choices": ["a", "b"], "answer": "C"}', "line 3: answer = 'C': give a number from 0 to 1"),
         (b'{"question": "q", "choices": ["a"], "answer": 0}', "line 3: choices has 1 entries: give from 2 to 26"),
         (b'{"question": "q", "answer": "a"}', "line 3: here are questions or chats with answers, before there were"),
@@ -136,6 +157,97 @@ def test_broken_records_are_named_and_those_before_kept(line, message, tmp_path)
     encoded = encode_chunk(chunk, "bytes")
     assert encoded.error.startswith(f"{path}, {message}"), encoded.error
     assert tokenizer("bytes").decode(encoded.tokens[:-1].tolist()) == "fine"
+
+
+@pytest.mark.parametrize("field", ["role", "answer"])
+def test_a_broken_record_is_told_in_one_short_line(field, tmp_path):
+    value = {"a\n": ["b" * 10_000]}
+    record = {"messages": [{"role": value}]} if field == "role" else {"question": "q", "choices": ["a", "b"]}
+    (tmp_path / "a.jsonl").write_text(json.dumps({**record, "answer": value, "x" * 10_000: 0}))
+    error = error_of(tmp_path / "a.jsonl")
+    assert f"a.jsonl, line 1: {field} = " in error
+    assert "\n" not in error
+    assert len(error) < 1000
+
+
+def test_every_flipped_byte_of_a_parquet_file_is_read_or_named(tmp_path):
+    """Its reader raises what it likes: the file's name stands in every message, and no record is lost in silence."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": range(9), "text": TEXTS[:9]}), path, row_group_size=3)
+    good, errors = path.read_bytes(), set()
+    for at in range(0, len(good), 7):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 0x55]) + good[at + 1 :])
+        found, error = 0, None
+        for chunk in read_chunks(find_inputs([str(path)])):
+            encoded = encode_chunk(chunk, "bytes")
+            found, error = found + len(encoded.key) + encoded.skipped, error or encoded.error
+        assert found == 9 or error is not None
+        if error is not None:
+            assert error.startswith(f"{path}"), error
+            assert "\n" not in error
+            errors.add(error)
+    assert len(errors) > 10
+
+
+@pytest.mark.parametrize("column", ["not UTF-8", "beyond every calendar"])
+def test_values_that_python_cannot_have(column, tmp_path):
+    path = tmp_path / "a.parquet"
+    values = pa.array([b"\xff"]).view(pa.string()) if column == "not UTF-8" else pa.array([2**62], pa.timestamp("ms"))
+    pq.write_table(pa.table({"text": values}), path)
+    assert error_of(path).startswith(f"{path} cannot be read (")
+
+
+def test_a_column_whose_name_is_not_text(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a"]}), path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"text", b"t\xffxt"))
+    assert error_of(path).startswith(f"{path} cannot be read (")
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst"])
+def test_a_line_without_end_is_refused(ending, tmp_path, monkeypatch):
+    """Small files can unpack into more than any memory holds."""
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(sources, "LONGEST_LINE", 1000)
+    path, lines = tmp_path / f"a{ending}", b'{"text": "a"}\n' * 10
+    pack = {"l": bytes, "z": gzip.compress if ending.endswith(".gz") else lzma.compress, "t": zstandard.compress}
+    path.write_bytes(pack[ending[-1]](lines + b" " * 2000))
+    assert error_of(path) == f"{path}, line 11: it is longer than 1,000 bytes: give one record a line"
+    path.write_bytes(pack[ending[-1]](lines + b" " * 999 + b"\n"))
+    assert error_of(path) is None
+
+
+def test_a_small_file_that_unpacks_into_much_takes_little_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LONGEST_LINE", 1 << 20)
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(zstandard.compress(bytes(512 << 20)))
+    tracemalloc.start()
+    assert "line 1: it is longer than" in error_of(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200 << 20
+
+
+def test_sources_that_cannot_be_used(tmp_path, monkeypatch):
+    (tmp_path / "loop.txt").symlink_to("loop.txt")
+    (tmp_path / "file.txt").write_text("a")
+    os.mkfifo(tmp_path / "pipe.txt")
+    for name in ("loop.txt", "file.txt/a.txt", "pipe.txt", "x" * 5000, "y/" * 5000, "nul\0.txt"):
+        with pytest.raises(ValueError, match=r"is neither a file or folder|cannot be used") as error:
+            find_inputs([str(tmp_path / name)])
+        assert name[:20] in str(error.value)
+        assert len(str(error.value)) < 1000
+    (tmp_path / "folder" / "sub").mkdir(parents=True)
+    (tmp_path / "folder" / "sub" / "up").symlink_to("..")
+    (tmp_path / "folder" / "loop.txt").symlink_to("loop.txt")
+    os.mkfifo(tmp_path / "folder" / "pipe.txt")
+    (tmp_path / "folder" / "a.txt").write_text("only this")
+    assert texts(tmp_path / "folder")[0] == ["only this"]
+    found = find_inputs([str(tmp_path / "file.txt")])
+    (tmp_path / "file.txt").unlink()  # between looking and reading
+    (chunk,) = read_chunks(found)
+    message = f"{tmp_path / 'file.txt'} cannot be read (No such file or directory): check the file, or copy it again"
+    assert encode_chunk(chunk, "bytes").error == message
 
 
 def test_text_that_is_not_utf8(tmp_path):

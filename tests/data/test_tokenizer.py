@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -106,9 +107,10 @@ def test_unknown_ids_are_errors(name, token):
         tokenizer(name).decode([65, token])
 
 
-def test_unknown_name():
-    with pytest.raises(ValueError, match="tokenizer = 'gpt3': choose from gpt2, bytes"):
-        tokenizer("gpt3")
+@pytest.mark.parametrize("name", ["gpt3", "", None, 7, ["gpt2"], {}])
+def test_unknown_name(name, no_shape_checks):
+    with pytest.raises(ValueError, match=f"tokenizer = {re.escape(repr(name))}: choose from gpt2, bytes"):
+        tokenizer(name)
 
 
 @BOTH
@@ -158,6 +160,22 @@ def test_hugging_face_gives_the_same_ids(name, tmp_path):
 def test_loading_what_is_not_ours(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer_config.json is missing"):
         load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text('{"tokenizer_class": "T5Tokenizer"}')
     with pytest.raises(ValueError, match="does not name one of our tokenizers in the field 'thoughtbubbles_tokenizer'"):
         load_tokenizer(tmp_path)
+    for name in ('["gpt2"]', "{}", "7", "null", "true", '"gpt3"', '""', '"' + "x" * 5000 + '"'):
+        path.write_text(f'{{"thoughtbubbles_tokenizer": {name}}}')
+        with pytest.raises(ValueError, match=r"tokenizer_config.json does not name one of our tokenizers") as error:
+            load_tokenizer(tmp_path)
+        assert len(str(error.value)) < 1000
+    for content, words in [(b"[]", "a JSON list"), (b"\xff", "not JSON"), (b"[" * 100_000, "nested too deeply")]:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"tokenizer_config.json.*{words}"):
+            load_tokenizer(tmp_path)
+    path.unlink()
+    path.symlink_to(path.name)
+    with pytest.raises(ValueError, match=r"tokenizer_config.json cannot be used"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"x.* cannot be used \(File name too long\)"):
+        load_tokenizer(tmp_path / ("x" * 5000))

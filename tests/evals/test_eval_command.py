@@ -110,7 +110,9 @@ def test_a_causal_model_beside_its_run(trained, corpus, capsys):
     found = results["tasks"]["perplexity"]
     assert list(found["ways"]) == ["blockwise", "autoregressive"]
     assert found["differences"]["autoregressive - blockwise"]["largest"] < SAME_ROW
-    assert (trained["tiny"] / "eval-perplexity" / "results.json").exists()
+    (written,) = trained["tiny"].glob("eval/step-*/*/results.json")
+    assert written.parent.name == results["name"]
+    assert results["name"].startswith("perplexity-corpus-val-windows8-float64-")
     shown = capsys.readouterr().out
     assert "A fixed budget does not exist: causal selection decides at each token" in shown
     assert "causal selection, r = 2; 8 windows of 12 tokens" in shown
@@ -172,12 +174,12 @@ def test_mistakes(trained, corpus, tmp_path, capsys):
         ([], "--data is missing: perplexity needs held-out text; give a folder that `thoughtbubbles prepare` wrote"),
         (["--data", str(text)], f"is a file: prepare it first: thoughtbubbles prepare {text} --out DIR"),
         (["--data", str(shard)], f"is a file: give its folder, {corpus}"),
-        (["--data", str(tmp_path / "nowhere")], "is no prepared dataset"),
+        (["--data", str(tmp_path / "nowhere")], "is not a prepared dataset"),
         (["--data", str(other), "--split", "train"], "made with tokenizer 'gpt2', but the model has learned the ids"),
         (["--data", str(corpus), "--split", "test"], "has no split 'test'"),
         (["--data", str(corpus), "--tokens", "13"], "--tokens 13: the model reads at most block_size = 12"),
-        (["--data", str(corpus), "--windows", "0"], "--windows 0: give 1 or more"),
-        (["--data", str(corpus), "--batch", "-1"], "--batch -1: give 1 or more"),
+        (["--data", str(corpus), "--windows", "0"], "--windows 0: give a whole number from 1 to"),
+        (["--data", str(corpus), "--batch", "-1"], "--batch -1: give a whole number from 1 to"),
         (["--data", str(corpus), "--budget", "0.5"], "--budget = 0.5 is below 1"),
         (["--data", str(corpus), "--out", str(text / "below")], "cannot be written (Not a directory)"),
     ):
@@ -200,5 +202,5 @@ with contextlib.suppress(SystemExit):
 assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "jaxtyping")]
 """
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    for expected in ("--checkpoint", "--windows", "512 times", "CHECKPOINT/eval-TASK"):
+    for expected in ("--checkpoint", "--windows", "512 times", "RUN/eval/step-N", "R [R …]"):
         assert expected in shown

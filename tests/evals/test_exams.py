@@ -184,9 +184,10 @@ def test_answers_of_other_settings_are_not_mixed_in(models, questions, tmp_path,
         return evaluate(folder, questions, out, **settings)["tasks"]["piqa"]["answered_before"]
 
     assert answered_before() == 0
-    for changes in ({"budget": "1.25"}, {"dtype": "float32"}, {"method": "recomputed"}):
+    for changes in ({"budget": ("1.25",)}, {"dtype": "float32"}):
         assert (answered_before(**changes), answered_before(**changes)) == (0, 3), changes
-    assert answered_before() == 3
+    assert answered_before() == answered_before(budget=("3/2",)) == 3  # which is the model's own
+    assert answered_before(method="recomputed") == 3  # choices are not written
     assert answered_before(limit=2) == 2  # of the same exam
     monkeypatch.setitem(TASKS, "piqa", replace(TASKS["piqa"], version=2))
     assert (answered_before(), answered_before()) == (0, 3)
@@ -231,7 +232,8 @@ def test_the_budget_is_the_one_asked_for(models, questions, tmp_path, form):
     found = {}
     for budget in (None, "1"):
         out = tmp_path / f"out {budget}"
-        evaluate(folder, questions, out, tasks=("arc_easy", "gsm8k"), budget=budget, limit=1)
+        given = () if budget is None else (budget,)
+        evaluate(folder, questions, out, tasks=("arc_easy", "gsm8k"), budget=given, limit=1)
         expected = log_likelihoods(model, queries, vocab_size=tok.size, budget=budget)
         found[budget] = answers(out, "arc_easy")[0]["log_probs"]
         assert found[budget] == pytest.approx([each.log_prob for each in expected], abs=SAME_ROW)
@@ -399,7 +401,7 @@ def test_mistakes(models, questions, tmp_path, capsys, monkeypatch):
         (["--tasks", "piqa", "--data-dir", str(empty)], "has no piqa.validation.jsonl (.gz or .xz): get the set from"),
         (["--tasks", "piqa", "--data-dir", str(damaged)], "piqa.validation.jsonl, line 2: Expecting"),
         (["--tasks", "gsm8k", "--data-dir", str(questions), "--compile"], "--compile: needs a CUDA GPU"),
-        (["--tasks", "piqa", "--data-dir", str(questions), "--batch-tokens", "0"], "--batch-tokens 0: give 1 or more"),
+        (["--tasks", "piqa", "--data-dir", str(questions), "--batch-tokens", "0"], "--batch-tokens 0: give a whole"),
         (
             ["--checkpoint", str(small), "--tasks", "piqa", "--data-dir", str(questions)],
             "piqa, document 0: a choice has 11 tokens, more than the model's block_size = 8",

@@ -5,6 +5,9 @@ import json
 import lzma
 import math
 import os
+import random
+import re
+import time
 from decimal import Decimal
 from pathlib import Path
 
@@ -12,12 +15,13 @@ import numpy as np
 import pytest
 
 from thoughtbubbles.data.records import choice_answers, choices_prompt
-from thoughtbubbles.evals.documents import data_folder, find_files, open_exam
+from thoughtbubbles.evals.documents import LINE_BYTES, data_folder, find_files, open_exam
 from thoughtbubbles.evals.likelihood import Likelihood
 from thoughtbubbles.evals.marks import Answer, mark, mean_and_error, scores, summary
 from thoughtbubbles.evals.settings import NAMES, SUITES, Evaluation
 from thoughtbubbles.evals.tasks import TASKS
 from thoughtbubbles.evals.tasks.gsm8k import is_right, last_number
+from thoughtbubbles.evals.tasks.hellaswag import cleaned
 from thoughtbubbles.evals.tasks.task import Choices
 
 RECORDS = {
@@ -137,6 +141,12 @@ def test_a_last_word():
     assert mark(Choices("text", (" word",), 0), [word._replace(greedy=False)]).scores["accuracy"] == 0
 
 
+@pytest.mark.parametrize("cuts", [(3, 7, 0), (7, 3, 0), (0, 3, 7)])
+def test_the_most_shortened_choice_tells_how_many_tokens_were_cut(cuts):
+    likelihoods = [Likelihood(-1.0, 2, False, cut) for cut in cuts]
+    assert mark(Choices("text", (" a", " b", " c"), 0), likelihoods).truncated == 7
+
+
 def test_means_and_standard_errors():
     values = [1.0, 0.0, 0.0, 1.0, 1.0]
     mean, error = mean_and_error(values)
@@ -230,7 +240,23 @@ def test_the_folder(tmp_path, monkeypatch):
         ("piqa", {**RECORDS["piqa"], "label": True}, "line 2: label is True: it must be a number"),
         ("clutrr", {**RECORDS["clutrr"], "query": "Ann"}, r"line 2: query is 'Ann': it must be a pair of names"),
         ("clutrr", {**RECORDS["clutrr"], "target": "friend"}, r"line 2: target is 'friend'"),
+        ("clutrr", {**RECORDS["clutrr"], "query": "(" * 100_000}, r"line 2: query is '\(\(.*…: it must be a pair"),
+        ("clutrr", {**RECORDS["clutrr"], "query": "('a', 'b', 'c')"}, "line 2: query is .*: it must be a pair"),
+        ("clutrr", {**RECORDS["clutrr"], "query": "(9**9**9, 'b')"}, "line 2: query is .*: it must be a pair"),
+        ("clutrr", {**RECORDS["clutrr"], "task_name": f"task_1.{'9' * 5000}"}, "line 2: target is .*…: they are none"),
+        ("clutrr", {**RECORDS["clutrr"], "split": ["test"]}, r"line 2: split is \['test'\]: it must be text"),
+        ("piqa", {**RECORDS["piqa"], "label": "9" * 5000}, "line 2: label is '9{99}…: it must be a number"),
+        ("piqa", {**RECORDS["piqa"], "goal": ["x" * 100_000]}, r"line 2: goal is \['x{98}…: it must be text"),
+        ("piqa", {**RECORDS["piqa"], "goal": "\ud800"}, r"line 2: goal is '\\ud800': it must be text"),
+        ("arc_easy", {**RECORDS["arc_easy"], "choices": ["a", "\udfff"]}, "line 2: choices is .*: it must be a list"),
+        ("arc_easy", {**RECORDS["arc_easy"], "choices": {"a": 1}}, "line 2: choices is .*: it must be a list"),
+        ("blimp", {**RECORDS["blimp"], "UID": None}, "line 2: UID is None: it must be text"),
+        ("lambada", "[" * 100_000, "line 2: the JSON is nested too deeply"),
+        ("lambada", '{"context": ' + "9" * 5000, "line 2: "),
+        ("gsm8k", {"question": {}, "answer": "#### 4"}, "line 2: question is {}: it must be text"),
+        ("hellaswag", {**RECORDS["hellaswag"], "endings": [1, 2]}, r"line 2: endings is \[1, 2\]: it must be a list"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_damaged_line_is_told_by_its_number(tmp_path, name, line, message):
     path = write(tmp_path, name, [RECORDS[name], line])
@@ -238,10 +264,62 @@ def test_a_damaged_line_is_told_by_its_number(tmp_path, name, line, message):
         open_exam(TASKS[name], tmp_path)
 
 
+def test_a_line_without_an_end(tmp_path, monkeypatch):
+    """A few kilobytes may unpack to a line that fills the memory: it is read up to a limit, and refused."""
+    path = tmp_path / f"{TASKS['piqa'].file}.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(RECORDS["piqa"]).encode() + b"\n" + b"1" * (LINE_BYTES + 1)))
+    with pytest.raises(ValueError, match=rf"line 2: it has {LINE_BYTES:,} bytes or more"):
+        open_exam(TASKS["piqa"], tmp_path)
+
+
+def test_marks_are_taken_off_as_the_harness_does():
+    texts = ["a [b] c", "[a][b]", "[a", "a]b[c]", "[[a]b]", "[a\nb] c", "x [title] y [", "a  b [ c ]  d", ""]
+    texts += ["".join(random.Random(seed).choices("[]a \n", k=30)) for seed in range(200)]
+    for text in texts:
+        expected = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+        assert cleaned(text) == expected
+    begun = time.monotonic()
+    cleaned("[" * 10**6)  # which that pattern takes minutes for
+    assert time.monotonic() - begun < 2
+
+
+def test_names_in_quotes_of_both_kinds():
+    pair = {**RECORDS["clutrr"], "query": """ ( "O'Neil" , 'Bob' ) """}
+    assert TASKS["clutrr"].document(pair).context.endswith("Bob is O'Neil's")
+
+
 def test_a_line_that_is_not_utf8(tmp_path):
     path = write(tmp_path, "piqa", [RECORDS["piqa"]] * 30)
     path.write_bytes(path.read_bytes() + b'{"goal": "\xff"}\n')
     with pytest.raises(ValueError, match=r"jsonl, line 31: 'utf-8' codec can't decode"):
+        open_exam(TASKS["piqa"], tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.xz"])
+def test_every_damage_of_a_packed_file_is_one_line(tmp_path, suffix):
+    """Each byte turned, and the file cut at each place: read, or refused with the name of the file."""
+    path = write(tmp_path, "piqa", [RECORDS["piqa"]] * 3, suffix=suffix)
+    whole = path.read_bytes()
+    turned = [whole[:i] + bytes([whole[i] ^ 0x55]) + whole[i + 1 :] for i in range(len(whole))]
+    told = []
+    for content in (*turned, *(whole[:i] for i in range(len(whole)))):
+        path.write_bytes(content)
+        try:
+            open_exam(TASKS["piqa"], tmp_path)
+        except ValueError as error:
+            told.append(str(error))
+    assert len(told) > len(whole)
+    assert [line for line in told if path.name not in line and "hold no document" not in line] == []
+
+
+def test_what_is_not_a_file(tmp_path):
+    name = f"{TASKS['piqa'].file}.jsonl"
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{name} is not a file"):  # and nobody waits for a writer
+        open_exam(TASKS["piqa"], tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=rf"{name} is not a file"):
         open_exam(TASKS["piqa"], tmp_path)
 
 
@@ -264,8 +342,21 @@ def test_names_and_suites():
     for wrong, hint in (("helaswag", "did you mean hellaswag"), ("arc-easy", "did you mean arc_easy"), ("x", "choose")):
         with pytest.raises(ValueError, match=f"--tasks {wrong}: there is no such task; {hint}"):
             Evaluation(**some, tasks=(wrong,))
-    with pytest.raises(ValueError, match="--limit 0: give 1 or more"):
+    with pytest.raises(ValueError, match="--limit 0: give a whole number from 1 to 1,000,000,000"):
         Evaluation(**some, limit=0)
+
+
+@pytest.mark.parametrize("name", ["limit", "windows", "tokens", "batch", "batch_tokens", "answers_at_once"])
+@pytest.mark.parametrize("value", [True, 0, -1, 1.5, "3", 10**30, pytest.param(10**5000, id="very long")])
+def test_numbers_are_bounded(no_shape_checks, name, value):
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} .*: give a whole number from 1 to 1,000,000,000"):
+        Evaluation(checkpoint=Path("x"), tasks=("piqa",), **{name: value})
+
+
+@pytest.mark.parametrize("budget", ["1.5", 2, [1], (1.5,)])
+def test_budgets_are_a_tuple_of_texts(no_shape_checks, budget):
+    with pytest.raises(ValueError, match="give a tuple of texts"):
+        Evaluation(checkpoint=Path("x"), tasks=("piqa",), budget=budget)
 
 
 COUNTS = {"lambada": 5153, "hellaswag": 10042, "blimp": 67000, "piqa": 1838, "arc_easy": 2376, "arc_challenge": 1172}

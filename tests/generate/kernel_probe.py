@@ -13,20 +13,20 @@ from thoughtbubbles.generate.decode import PLAIN, Parts, advance, prefill
 from thoughtbubbles.generate.graph import fast_blocks, widths_within
 from thoughtbubbles.model.kernels import decode as kernels
 
-BUDGETS, LENGTHS = [2, 1.5, 4], [3, 7, 1]
+BUDGETS = [2, 1.5, 4]
 
 
-def differences(steps: int = 3, **changes) -> dict[str, float | bool]:
-    shape = {"width": 256, "n_head": 8, "n_layer": 2, "block_size": 12, "vocab_size": 40}
+def differences(steps: int = 3, lengths: tuple[int, ...] = (3, 7, 1), **changes) -> dict[str, float | bool]:
+    shape = {"width": 256, "n_head": 8, "n_layer": 2, "block_size": max(lengths) + 5, "vocab_size": 40}
     config = small_config(**{**shape, "fork_layers": (0, 1), "merge": "residual", **changes})
     model = lively_model(config, dtype=torch.float32)
     with torch.no_grad():  # wide sums of lively weights: nearer to what a trained model has
         for name, weight in model.named_parameters():
             if weight.ndim == 2 and "score" not in name:
                 weight.mul_(0.2)
-    ids, widths = random_ids(config, 3, 12), widths_within(config, 8)
+    ids, widths = random_ids(config, 3, config.block_size), widths_within(config, 8)
     budget = BUDGETS if config.fork_layers else None
-    caches = [prefill(model, ids[:, :7], lengths=LENGTHS, budget=budget)[1] for _ in range(2)]
+    caches = [prefill(model, ids[:, : max(lengths)], lengths=list(lengths), budget=budget)[1] for _ in range(2)]
     worst, same = 0.0, True
     for step in range(steps):
         active = torch.tensor([True, True, step != 1])
@@ -44,10 +44,11 @@ def differences(steps: int = 3, **changes) -> dict[str, float | bool]:
 
 
 if __name__ == "__main__":
-    kernels.PROGRAMS, kernels.SLOTS = 48, 16  # several parts, and several turns in each, of a short row
+    kernels.PROGRAMS, kernels.SLOTS = 48, 16  # several parts of a short row, and several turns in each of a longer one
     cases = {
         "short": {"n_layer": 1, "fork_layers": (0,), "steps": 2},
         "bubbles": {},
+        "long": {"lengths": (36, 40, 33), "steps": 1, "n_layer": 1, "fork_layers": (0,)},
         "plain": {"fork_layers": (), "merge": "original"},
         "no gates": {"gate_qk": False, "gate_v": False, "gate_residual": False},
     }

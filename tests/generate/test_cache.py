@@ -182,6 +182,70 @@ def test_crop_leaves_at_least_one_token(model, keep):
         cache.crop(keep)
 
 
+@pytest.mark.usefixtures("no_shape_checks")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda cache: cache.crop("abc"), "n_tokens = 'abc': give a whole number of 1 or more"),
+        (lambda cache: cache.crop(None), "n_tokens = None"),
+        (lambda cache: cache.crop(True), "n_tokens have shape .* torch.bool"),
+        (lambda cache: cache.crop(2.0), "n_tokens have shape .* torch.float32"),
+        (lambda cache: cache.crop(10**30), "n_tokens = 1000"),
+        (lambda cache: cache.crop([1, 2]), r"n_tokens = \[1, 2\]"),
+        (lambda cache: cache.reorder("abc"), "rows = 'abc': give a tensor of numbers of rows, from 0 to 2"),
+        (lambda cache: cache.reorder(None), "rows = None"),
+        (lambda cache: cache.reorder(torch.tensor([0.0])), "rows have shape .* torch.float32"),
+        (lambda cache: cache.reorder(torch.tensor([True, False, True])), "rows have shape .* torch.bool"),
+        (lambda cache: cache.reorder(torch.tensor([[0]])), r"rows = tensor\(\[\[0\]\]\)"),
+        (lambda cache: cache.reorder(torch.tensor([0, 3])), r"rows = tensor\(\[0, 3\]\)"),
+        (lambda cache: cache.reorder(torch.tensor([-1])), r"rows = tensor\(\[-1\]\)"),
+        (lambda cache: cache.streams("abc"), "n_tokens = 'abc': give a whole number"),
+        (lambda cache: cache.streams(-1), "n_tokens = -1"),
+        (lambda cache: cache.streams(True), "n_tokens = True"),
+        (lambda cache: cache.streams(10**12), "n_tokens = 1000000000000"),
+    ],
+)
+def test_wrong_kinds_are_refused(model, call, words):
+    _, cache = started(model)
+    with pytest.raises(ValueError, match=words):
+        call(cache)
+
+
+# ---- growth ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [{}, {"fork_layers": (0, 2)}, {"fork_layers": ()}], ids=str)
+def test_a_grown_cache_goes_on_as_one_that_was_large_at_once(form):
+    """To the bit, in float32 as well, and whatever rows are left in whatever order."""
+    model = lively_model(small_config(**form), dtype=torch.float32)
+    ids, more = random_ids(model.config, 3, 5), random_ids(model.config, 3, 8, seed=1)
+    small, large = (prefill(model, ids, lengths=[5, 2, 4], budget=[1, 8, 1.5], capacity=n)[1] for n in (5, 13))
+    small, large = (cache.reorder(torch.tensor([2, 0, 1])) for cache in (small, large))
+    for i, new in enumerate(more.unbind(1)):
+        if i in (0, 2, 5):
+            small = small.grown(model.config, {0: 7, 2: 10, 5: 13}[i])
+        (a, small), (b, large) = (decode_step(model, cache, new) for cache in (small, large))
+        assert torch.equal(a.logits, b.logits)
+        assert torch.equal(a.streams, b.streams)
+    assert small.capacity == large.capacity == 13
+    assert small.memory() == cache_memory(
+        model.config, rows=3, capacity=13, budget=Budget.of([1, 8, 1.5]), dtype=torch.float32
+    )
+
+
+def test_a_grown_cache_shares_nothing_and_fits_its_own_budgets(model):
+    """Storage that was made for larger budgets than the rows now have is not made again."""
+    ids, roomy = started(model, budget=8)
+    _, cache = prefill(model, ids, budget=1, into=roomy)
+    grown = cache.grown(model.config, 16)
+    assert_same_state(grown, 0, cache, 0)
+    going_on(model, cache, random_ids(model.config, 3, 4, seed=2))
+    expected, _ = going_on(model, cache, random_ids(model.config, 3, 4))
+    found, _ = going_on(model, grown, random_ids(model.config, 3, 4))
+    assert torch.equal(found, expected)
+    assert grown.memory().total < cache.memory().total
+
+
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 CONFIGS = {

@@ -83,7 +83,10 @@ def test_the_text_is_the_library_s(folders, form, capsys):
     for words in ("30 new tokens at ", f"prompt of {N_PROMPT} read in ", "seed 0", "ended: --max-new 30 is reached"):
         assert words in err
     mean = sum(expected.streams) / 30
-    assert f"{mean:.2f} streams a token{'' if form == 'plain' else ' (budget 2, over prompt and text)'};" in err
+    over = "mean over the 30 tokens that predicted a new one"
+    rest = "" if form == "plain" else ", after the last fork layer; budget 2, over prompt and text"
+    assert f"; {mean:.2f} streams per token ({over}{rest});" in err
+    assert "no limit" not in err
     assert ("; recomputed;" if form == "block" else "; cached;") in err
 
 
@@ -307,10 +310,37 @@ def test_an_approximation_says_so(folders, capsys):
 
 
 @pytest.mark.parametrize(
+    ("form", "budget", "remark"),
+    [
+        ("causal", "9", "budget = 9: 3 fork layers make at most 8 streams per token, so this is no limit\n"),
+        ("plain", "1_0", "budget = 1_0: this model has no fork layers, so a budget changes nothing\n"),
+    ],
+)
+def test_a_budget_that_is_no_limit_says_so(folders, form, budget, remark, capsys):
+    options = (PROMPT, "--checkpoint", folders[form], "--max-new", "4", "--top-k", str(10**30))
+    out, err = run(capsys, *options, "--budget", budget)
+    assert err.startswith(remark)
+    most, err = run(capsys, *options, "--budget", "8" if form == "causal" else "1")
+    assert most == out
+    assert "no limit" not in err
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ("--budget 0.5", "budget = 0.5 is below 1"),
-        ("--budget 9", "budget = 9: 3 fork layers allow at most 8 streams a token"),
+        ("--budget 1e99999999", "budget = '1e99999999' is not a number"),
+        ("--budget 1e-99999999", "budget = '1e-99999999' is not a number"),
+        ("--budget 1e9_9999999", "budget = '1e9_9999999' is not a number"),
+        ("--budget 1/3e9", "budget = '1/3e9' is not a number"),
+        (f"--budget {'9' * 5000}", "is not a number"),
+        (f"--budget {10**60 + 1}/{10**60}", "budget is too large or has too many digits for 64 tokens"),
+        ("--budget ０", "budget = ０ is below 1"),
+        ("--temperature nan", "temperature = nan: give 0 (greedy) or 0.001"),
+        ("--temperature inf", "temperature = inf: give 0 (greedy) or 0.001"),
+        (f"--seed {10**30}", f"seed = {10**30}: give a whole number from"),
+        (f"--max-new {10**30}", f"a prompt of 9 and {10**30} new tokens are more than block_size = 64"),
+        (f"--top {10**30}", f"top = {10**30}: give a whole number from 0 to 257"),
         ("--budget much", "budget = 'much' is not a number"),
         ("--budget-mode fixed", "it goes with models of block selection only"),
         ("--budget-mode fixed --method recomputed", "it goes with block selection only"),
@@ -336,7 +366,6 @@ def test_mistakes(folders, options, message, capsys):
 def test_mistakes_in_prompt_and_checkpoint(folders, capsys, tmp_path):
     assert "the prompt is empty" in mistake(capsys, "", "--checkpoint", folders["causal"])
     assert "shorten the prompt to 63" in mistake(capsys, "x" * 64, "--checkpoint", folders["causal"])
-    assert "leave budget out" in mistake(capsys, PROMPT, "--checkpoint", folders["plain"], "--budget", "2")
     assert "does not exist" in mistake(capsys, PROMPT, "--checkpoint", str(tmp_path / "nowhere"))
     assert "no checkpoint that has them" in mistake(capsys, PROMPT, "--checkpoint", str(tmp_path))
     save_model(tmp_path / "mute", model_of(folders["causal"]))

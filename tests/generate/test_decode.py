@@ -20,6 +20,7 @@ from reading import (
 from helpers import (
     EDGE_FLOAT32,
     ORACLE_OUTPUT,
+    SAME_FUNCTION,
     SAME_ROW,
     SAME_ROW_FLOAT32,
     ask_oracle,
@@ -416,6 +417,12 @@ def started():
         (torch.tensor([1.0, 2.0]), r"torch.float32.*one id for each of 2 rows"),
         (torch.tensor([1, 23]), "ids has 23: the vocabulary has ids from 0 to 22"),
         (torch.tensor([-1, 0]), "ids has -1: the vocabulary has ids from 0 to 22"),
+        ([1, 2], "ids is a list: give a tensor of one id for each of 2 rows"),
+        ("ab", "ids is a str"),
+        (None, "ids is a NoneType"),
+        (3, "ids is a int"),
+        (torch.tensor([True, False]), "torch.bool.*one id for each of 2 rows"),
+        (torch.zeros(2, dtype=torch.int64, device="meta"), "ids are on meta.*the cache is on cpu"),
     ],
 )
 def test_wrong_ids_are_refused_and_harm_nothing(started, ids, words):
@@ -427,6 +434,60 @@ def test_wrong_ids_are_refused_and_harm_nothing(started, ids, words):
         assert_same_state(cache, i, before, i)
     a, b = (decode_step(model, c, torch.tensor([3, 4]))[0].logits for c in (cache, before))
     assert torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+@pytest.mark.parametrize("active", [[True, False], "ab", torch.ones(2), torch.ones(3, dtype=torch.bool), True])
+def test_wrong_active_rows_are_refused(started, active):
+    model, cache = started
+    with pytest.raises(ValueError, match=r"active = .*: give a tensor with True or False for each of 2 rows"):
+        decode_step(model, cache, torch.tensor([3, 4]), active=active)
+
+
+OTHER_MODELS = {
+    "heads": ({"n_head": 2}, {}),
+    "width": ({"width": 24}, {}),
+    "layers": ({"n_layer": 5}, {}),
+    "a fork layer less": ({"fork_layers": (1, 2)}, {}),
+    "other fork layers": ({"fork_layers": (0, 1, 3)}, {}),
+    "no fork layers": ({"fork_layers": ()}, {}),
+    "a longer block": ({"block_size": 32}, {}),
+    "dtype": ({}, {"dtype": torch.float32}),
+}
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_another_model_s_cache_is_refused(started, name):
+    changes, options = OTHER_MODELS[name]
+    model, _ = started
+    other = lively_model(small_config(budget=2, **changes), **options)
+    ids = random_ids(model.config, 2, 5)
+    _, cache = prefill(other, ids)
+    with pytest.raises(ValueError, match="cache is not a cache of this model"):
+        decode_step(model, cache, torch.tensor([3, 4]))
+    with pytest.raises(ValueError, match="into is not a cache of this model"):
+        prefill(model, ids, into=cache)
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+def test_what_is_no_cache_is_refused(started):
+    model, cache = started
+    for wrong in (None, "abc", 3, [cache], tuple(cache)):
+        with pytest.raises(ValueError, match=r"cache is a .*: give the Cache that prefill or a step returned"):
+            decode_step(model, wrong, torch.tensor([3, 4]))
+    with pytest.raises(ValueError, match="into is a str: give the Cache"):
+        prefill(model, random_ids(model.config, 2, 5), into="abc")
+    with pytest.raises(ValueError, match=r"ids of shape \(0,\).*each of 0 rows"):
+        decode_step(model, cache.reorder(torch.tensor([], dtype=torch.int64)), torch.tensor([], dtype=torch.int64))
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+@pytest.mark.parametrize("read", [prefill, recompute])
+@pytest.mark.parametrize("ids", [[[1, 2]], "ab", None, 3, torch.ones(1, 2), torch.tensor([[True]])], ids=repr)
+def test_prompts_of_the_wrong_kind_are_refused(started, read, ids):
+    with pytest.raises(ValueError, match=r"^ids (is a|of shape)"):
+        read(started[0], ids)
 
 
 def test_a_full_cache_is_refused_and_not_harmed(started):
@@ -459,6 +520,13 @@ def test_a_capacity_is_from_the_prompt_to_the_block(capacity):
         ({"lengths": [5]}, "one whole number for each of the 2 rows"),
         ({"budget": 0.9}, "below 1"),
         ({"budget": [1, 2, 3]}, "3 numbers for a batch of 2 rows"),
+        ({"lengths": "abc"}, "lengths = 'abc': give one whole number for each of the 2 rows"),
+        ({"lengths": [True, True]}, "lengths have shape .* torch.bool"),
+        ({"capacity": "abc"}, "capacity = 'abc': give from 5.*to block_size = 16"),
+        ({"capacity": True}, "capacity = True"),
+        ({"capacity": 7.0}, "capacity = 7.0"),
+        ({"capacity": 10**30}, "capacity = 1000"),
+        ({"budget": "abc"}, "budget = 'abc' is not a number"),
     ],
 )
 def test_wrong_prompts_are_refused(options, words):
@@ -518,7 +586,21 @@ def test_storage_is_used_again():
         torch.testing.assert_close(found.logits, expected.logits, atol=SAME_ROW, rtol=0)
         expected, fresh = decode_step(model, fresh, ids[:, 0])
         found, again = decode_step(model, again, ids[:, 0])
-    for wrong in ({"budget": 4}, {"ids": ids[:1, :4]}):
+    # 33 streams in 16 tokens are one more than a budget of 2 has slots for.
+    for wrong in ({"budget": 4}, {"budget": "33/16"}, {"ids": ids[:1, :4]}):
         _, small = prefill(model, ids, budget=2)
         with pytest.raises(ValueError, match="into is a cache of 2 rows: give one of"):
             prefill(model, **{"ids": ids[:, :4], **wrong}, into=small)
+
+
+@pytest.mark.parametrize("fork_layers", [(1, 2, 3), (0, 2)])
+def test_a_mixture_of_bubbles_of_unequal_size_is_a_distribution(fork_layers):
+    """Its logits are log-probabilities as they stand; the slots that a smaller bubble leaves unused have no share."""
+    config = small_config(fork_layers=fork_layers, merge="mixture")
+    model, ids = lively_model(config), random_ids(config, 3, 9)
+    prediction, cache = prefill(model, ids[:, :5], lengths=[5, 3, 4], budget=[1, 8, 2])
+    for new in ids[:, 5:].unbind(1):
+        assert len(set(prediction.streams.tolist())) > 1
+        total = prediction.logits.logsumexp(-1)
+        torch.testing.assert_close(total, torch.zeros_like(total), atol=SAME_FUNCTION, rtol=0)
+        prediction, cache = decode_step(model, cache, new)

@@ -1,5 +1,6 @@
 """Requests in, completions out: a row's text depends on its own request alone."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,18 @@ import torch
 
 from helpers import SAME_FUNCTION, SAME_ROW, lively_model, small_config
 from thoughtbubbles.data.tokenizer import Tokenizer, tokenizer
-from thoughtbubbles.generate.requests import Completion, Request, generate, problem, stream
+from thoughtbubbles.generate import decoders
+from thoughtbubbles.generate.decoders import Cached, check_fits
+from thoughtbubbles.generate.requests import (
+    DRAWS_AT_ONCE,
+    Completion,
+    Request,
+    budget_problem,
+    budget_remark,
+    generate,
+    problem,
+    stream,
+)
 from thoughtbubbles.generate.sample import Sampling, uniform
 
 # Tokens of several characters, and of less than one; the models below have three ids more.
@@ -167,6 +179,17 @@ def test_seeds(model):
     assert len({tuple(text) for text in texts}) == 3
 
 
+def test_every_new_token_has_a_draw_of_its_own():
+    """Draws are made many at a time; after these the next ones come, and not the same again."""
+    model = model_of(block_size=2 * DRAWS_AT_ONCE + 20)
+    request = Request(prompt=[1], max_new=2 * DRAWS_AT_ONCE + 9, sampling=Sampling(seed=3))
+    [completion] = generate(model, [request])
+    log_probs = model(torch.tensor([[1, *completion.ids]]), want=("log_probs",)).log_probs[0, :-1].detach()
+    draws = torch.tensor([uniform(3, n) for n in range(request.max_new)], dtype=torch.float64)
+    expected = (log_probs.exp().cumsum(-1) <= draws[:, None]).sum(-1)
+    assert completion.ids == expected.tolist()
+
+
 def test_a_stream_is_the_completion_token_by_token(model):
     requests = varied()
     whole = generate(model, requests, tokenizer=PIECES)
@@ -222,6 +245,46 @@ def test_the_repetition_penalty_knows_prompt_and_text(model, sampling):
     model = model_of(merge="mixture")  # log-probabilities: the penalty makes all of them smaller
     ids = generate(model, requests)[1].ids
     assert sorted(ids) == list(range(3, 14))
+
+
+# ---- storage that grows ---------------------------------------------------------------------------------------------
+
+
+def test_storage_that_grows_changes_nothing(model, monkeypatch):
+    """To the bit, with rows that end by turns."""
+    requests = [request for request in varied() if len(request.prompt) < 4]
+    expected = generate(model, requests, tokenizer=PIECES)
+    monkeypatch.setattr(decoders, "AT_FIRST", 1)
+    assert generate(model, requests, tokenizer=PIECES) == expected
+    decoder, room = Cached(model, capacity=11), []
+    decoder.start([[1, 2], [3]], [2, 1.5])
+    for n in range(9):
+        room.append(decoder.cache.capacity)
+        if n == 3:
+            decoder.keep(torch.tensor([1]))
+        decoder.step(torch.tensor([1, 2][: decoder.cache.rows]))
+    assert room == [4, 4, 4, 8, 8, 8, 8, 11, 11]
+    with pytest.raises(ValueError, match="the cache is full: its rows hold 11 tokens"):
+        decoder.step(torch.tensor([1])), decoder.step(torch.tensor([1]))
+
+
+def test_a_vast_block_takes_no_memory_before_it_is_needed():
+    model = model_of(block_size=2**24)
+    request = Request(prompt=[1, 2], max_new=5, sampling=Sampling(seed=1))
+    [five] = generate(model, [request])
+    [ended] = generate(model, [replace(request, max_new=None, end_ids=(five.ids[-1],))])
+    assert ended.finish == "end"
+    assert ended.ids == five.ids[: five.ids.index(five.ids[-1]) + 1]
+    decoder = Cached(model, capacity=2**24)
+    decoder.start([[1, 2]], [2])
+    assert decoder.cache.memory().total < 2**22
+
+
+def test_compiled_steps_say_what_does_not_fit():
+    """They need all storage at once: here 2.0 GiB of 1.5."""
+    with pytest.raises(ValueError, match=r"3 rows of 16,777,216 tokens take 2.0 GiB, and 1.5 GiB are free.*max_new"):
+        check_fits(2**31, free=3 * 2**29, rows=3, capacity=2**24)
+    check_fits(2**31, free=2**31, rows=3, capacity=2**24)
 
 
 # ---- where a completion ends ----------------------------------------------------------------------------------------
@@ -364,7 +427,7 @@ BAD = {
     "too long": (Request(prompt=[1] * 20), "more than block_size = 20.*shorten the prompt to 19"),
     "far too long": (Request(prompt=[1] * 50, max_new=1), "more than block_size = 20.*shorten the prompt to 19"),
     "low budget": (Request(prompt=[1], budget=0.5), "budget = 0.5 is below 1"),
-    "high budget": (Request(prompt=[1], budget=4.01), "budget = 4.01: 2 fork layers allow at most 4 streams a token"),
+    "long budget": (Request(prompt=[1], budget="1e99999999"), "budget = '1e99999999' is not a number"),
     "no number": (Request(prompt=[1], budget="many"), "is not a number"),
     "endless budget": (Request(prompt=[1], budget=float("inf")), "is not a number"),
     "top": (Request(prompt=[1], top=-1), "top = -1"),
@@ -411,10 +474,22 @@ def test_only_bad_requests_and_none_at_all(model):
     assert completion.finish == "error"
 
 
-def test_a_model_without_forks_refuses_a_budget():
-    config = small_config(fork_layers=())
-    assert "no fork layers" in problem(config, Request(prompt=[1], budget=2), None)
-    assert problem(config, Request(prompt=[1]), None) is None
+def test_budgets_that_are_no_limit():
+    """Allowed wherever a budget can be given; whoever shows budgets to people can tell them."""
+    for forks, budget, said in (
+        ((), 2, "budget = 2: this model has no fork layers, so a budget changes nothing"),
+        ((), 1, None),
+        ((2,), 2, None),
+        ((2,), "5/2", "budget = 5/2: 1 fork layer make at most 2 streams per token, so this is no limit"),
+        ((1, 2), 3.9, None),
+        ((1, 2), 10**9, "budget = 1000000000: 2 fork layers make at most 4 streams per token, so this is no limit"),
+    ):
+        model = model_of(fork_layers=forks)
+        asked, most = (Request(prompt=[1, 2], max_new=4, budget=r) for r in (budget, model.config.max_bubble))
+        assert budget_problem(model.config, budget) is problem(model.config, asked, None) is None
+        assert budget_remark(model.config, budget) == said
+        if said:
+            assert generate(model, [asked]) == generate(model, [most])
 
 
 def test_the_wrong_tokenizer_is_refused(model):
@@ -452,6 +527,15 @@ def test_what_does_not_go_together_is_refused(changes, options, words):
         ({"on_error": "ignore"}, "on_error = 'ignore'"),
         ({"batch_size": 0}, "batch_size = 0"),
         ({"batch_size": -1}, "batch_size = -1"),
+        ({"batch_size": True}, "batch_size = True"),
+        ({"batch_size": 2.5}, "batch_size = 2.5"),
+        ({"batch_size": "a"}, "batch_size = 'a'"),
+        ({"on_error": []}, r"on_error = \[\]"),
+        ({"method": []}, r"method = \[\]: choose one of"),
+        ({"budget_mode": 5}, "budget_mode = 5: choose one of"),
+        ({"finished": 3}, "finished = 3: give a function"),
+        ({"tokenizer": "gpt2"}, "tokenizer = 'gpt2': give a Tokenizer"),
+        ({"compiled": "yes"}, "compiled = 'yes': give True or False"),
         ({"compiled": True}, "needs a CUDA GPU"),
         ({"compiled": True, "method": "recomputed"}, "needs the cache"),
     ],
@@ -461,32 +545,81 @@ def test_options_out_of_range_are_refused(model, options, words):
         generate(model, [Request(prompt=[1], max_new=2)], **options)
 
 
+WRONG_KINDS = [
+    ({"top": 258}, "top = 258: give a whole number from 0 to 257"),
+    ({"top": 1.5}, "top = 1.5"),
+    ({"max_new": 2.5}, "max_new = 2.5"),
+    ({"budget": [2, 3]}, "a request has one number"),
+    ({"prompt": [1.9]}, "neither text nor whole numbers"),
+    ({"prompt": None}, "prompt = None is neither text nor whole numbers"),
+    ({"prompt": 5}, "prompt = 5"),
+    ({"prompt": b"ab"}, "prompt = b'ab'"),
+    ({"prompt": [True]}, "prompt = [True]"),
+    ({"prompt": [[1], [2]]}, "prompt = [[1], [2]]"),
+    ({"prompt": ["a"]}, "prompt = ['a']"),
+    ({"prompt": {1: 2}}, "prompt = {1: 2}"),
+    ({"prompt": (i for i in (1, 2))}, "prompt = <generator"),
+    ({"prompt": torch.tensor(1)}, "prompt = tensor(1)"),
+    ({"prompt": [10**5000]}, "the prompt has the id a number of very many digits"),
+    ({"prompt": []}, "the prompt is empty"),
+    ({"prompt": ""}, "the prompt is empty"),
+    ({"max_new": True}, "max_new = True"),
+    ({"max_new": "3"}, "max_new = '3'"),
+    ({"max_new": 10**30}, "more than block_size = 20"),
+    ({"max_new": 10**5000}, "more than block_size = 20"),
+    ({"budget": True}, "budget = True is not a number"),
+    ({"budget": {}}, "budget = {} is not a number"),
+    ({"budget": 10**5000}, "is not a number"),
+    ({"budget": "1e99999999"}, "is not a number"),
+    ({"budget": torch.tensor(2)}, "budget is a tensor"),
+    ({"top": "3"}, "top = '3'"),
+    ({"top": 10**5000}, "top = a number of very many digits"),
+    ({"end_ids": "ab"}, "end_ids = 'ab'"),
+    ({"end_ids": (True,)}, "end_ids = (True,)"),
+    ({"end_ids": (1.0,)}, "end_ids = (1.0,)"),
+    ({"end_ids": [1]}, "end_ids = [1]"),
+    ({"stop": torch.ones(2)}, "give a tuple of texts"),
+    ({"stop": (b"a",)}, "give a tuple of texts"),
+    ({"sampling": {"seed": 1}}, "sampling = {'seed': 1}: give a Sampling"),
+    ({"stop": ("",)}, "none of them empty"),
+    ({"stop": "\n"}, "give a tuple of texts"),
+    ({"stop": None}, "give a tuple of texts"),
+    ({"stop": (1,)}, "give a tuple of texts"),
+    ({"end_ids": 5}, "end_ids = 5: give a tuple of ids"),
+    ({"end_ids": ([1],)}, "give a tuple of ids"),
+    ({"sampling": None}, "give a Sampling"),
+    ({"top": True}, "top = True"),
+]
+
+
 @pytest.mark.usefixtures("no_shape_checks")
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"top": 258}, "top = 258: give a whole number from 0 to 257"),
-        ({"top": 1.5}, "top = 1.5"),
-        ({"max_new": 2.5}, "max_new = 2.5"),
-        ({"budget": [2, 3]}, "a request has one number"),
-        ({"prompt": [1.9]}, "neither text nor whole numbers"),
-        ({"stop": ("",)}, "none of them empty"),
-        ({"stop": "\n"}, "give a tuple of texts"),
-        ({"stop": None}, "give a tuple of texts"),
-        ({"stop": (1,)}, "give a tuple of texts"),
-        ({"end_ids": 5}, "end_ids = 5: give a tuple of ids"),
-        ({"end_ids": ([1],)}, "give a tuple of ids"),
-        ({"sampling": None}, "give a Sampling"),
-        ({"top": True}, "top = True"),
-    ],
-)
-def test_a_request_of_the_wrong_kind_harms_no_other(wrong, words):
+def test_requests_of_the_wrong_kind_harm_no_other():
     model, good = model_of(vocab_size=300), {"prompt": [1], "max_new": 3}
-    bad = Request(**{**good, **wrong})
     [alone] = generate(model, [Request(**good)], tokenizer=tokenizer("bytes"))
-    beside, refused = generate(model, [Request(**good), bad], tokenizer=tokenizer("bytes"), on_error="return")
-    assert words in refused.error
-    assert (beside.ids, beside.error) == (alone.ids, None)
+    bad = [Request(**{**good, **wrong}) for wrong, _ in WRONG_KINDS]
+    mixed = [Request(**good), *bad, Request(**good)]
+    first, *refused, last = generate(model, mixed, tokenizer=tokenizer("bytes"), on_error="return")
+    assert first.ids == last.ids == alone.ids
+    for (_, words), completion in zip(WRONG_KINDS, refused, strict=True):
+        assert words in completion.error
+        assert len(completion.error) < 300
+        assert completion == Completion(finish="error", error=completion.error)
+    for request, (_, words) in zip(bad, WRONG_KINDS, strict=True):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            stream(model, [request], tokenizer=tokenizer("bytes"))
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+@pytest.mark.parametrize("wrong", [None, "abc", {"prompt": [1]}, Request, 3], ids=repr)
+def test_what_is_no_request_harms_no_other(model, wrong):
+    good = Request(prompt=[1], max_new=3)
+    beside, refused = generate(model, [good, wrong], on_error="return")
+    assert [beside] == generate(model, [good])
+    assert "is not a Request: give Request(prompt=" in refused.error
+    for requests in (good, wrong):
+        if not isinstance(requests, list):
+            with pytest.raises(ValueError, match=r"^requests is a .*: give a list of Request$"):
+                generate(model, requests)
 
 
 def test_no_requests_give_nothing(model):

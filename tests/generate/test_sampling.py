@@ -229,6 +229,23 @@ def test_greedy_takes_the_first_of_equals():
         assert picked.id.tolist() == [1, 0]
 
 
+def test_top_p_that_is_reached_exactly_is_reached():
+    """Two equal tokens with one half each: the first alone has the probability that was asked for."""
+    logits = torch.tensor([[0.0, 0.0, -math.inf, -math.inf]])
+    left = processed(logits, settings_of(Sampling(top_p=0.5)), n_ids=4)
+    assert left.isfinite().tolist() == [[True, False, False, False]]
+    both = processed(logits, settings_of(Sampling(top_p=0.5000001)), n_ids=4)
+    assert both.isfinite().tolist() == [[True, True, False, False]]
+
+
+def test_the_largest_settings_are_harmless():
+    """More tokens than there are, and heat under which all that may be drawn are alike; the ids cut off stay out."""
+    logits = torch.tensor([[3.0, -math.inf, 1.0, 2.0]])
+    settings = settings_of(Sampling(temperature=1e6, top_k=10**30, seed=2**64 - 1))
+    allowed = processed(logits, settings, n_ids=3)
+    torch.testing.assert_close(allowed.softmax(-1), torch.tensor([[0.5, 0, 0.5, 0]]), atol=1e-5, rtol=0)
+
+
 def test_equals_of_the_last_place_of_top_k_stay():
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]])
     left = processed(logits, settings_of(Sampling(top_k=2)), n_ids=5) > -math.inf
@@ -319,6 +336,24 @@ def test_narrow_logits_are_widened():
         ({"min_p": 1.1}, "min_p = 1.1"),
         ({"repetition_penalty": 0}, "repetition_penalty = 0: give from 0.01"),
         ({"repetition_penalty": math.inf}, "repetition_penalty = inf"),
+        ({"temperature": "0.8"}, "temperature = '0.8': give 0"),
+        ({"temperature": True}, "temperature = True: give 0"),
+        ({"temperature": None}, "temperature = None"),
+        ({"temperature": 1e39}, r"temperature = 1e\+39: give 0 \(greedy\) or 0.001 to a million"),
+        ({"temperature": 10**400}, "temperature = 1000"),
+        ({"top_k": True}, "top_k = True"),
+        ({"top_k": "5"}, "top_k = '5'"),
+        ({"top_p": "1"}, "top_p = '1'"),
+        ({"top_p": True}, "top_p = True"),
+        ({"top_p": [1]}, r"top_p = \[1\]"),
+        ({"min_p": False}, "min_p = False"),
+        ({"min_p": "0"}, "min_p = '0'"),
+        ({"repetition_penalty": "1"}, "repetition_penalty = '1'"),
+        ({"repetition_penalty": True}, "repetition_penalty = True"),
+        ({"seed": True}, "seed = True: give a whole number"),
+        ({"seed": "0"}, "seed = '0'"),
+        ({"seed": 10**30}, "seed = 1000.*give a whole number from -2"),
+        pytest.param({"seed": 10**5000}, "seed = a number of very many digits", id="digits"),
     ],
 )
 def test_settings_out_of_range_are_refused(wrong, words):

@@ -410,8 +410,8 @@ def test_many_mistakes_are_counted():
         ({"n_embd": 16}, r"config.json says n_embd = 16, but wte has 12"),
         ({"vocab_size": 50304}, r"config.json says vocab_size = 50304, but wte has 23"),
         ({"plan": ["regular", *PLAN[1:5], "regular", *PLAN[6:]]}, r"blocks_5/fork_embedding is not part of this"),
-        ({"plan": [*PLAN, "regular"]}, r"blocks_10/attn/c_attn/bias is missing; .*and 9 more"),
-        ({"averaging_method": "logit"}, r"averaging_method = 'logit' is in no JAX code of theirs"),
+        ({"plan": [*PLAN, "regular"]}, r"has a plan of 11 blocks, but there are arrays of 10"),
+        ({"averaging_method": "logit"}, r'averaging_method = "logit" is in no JAX code of theirs'),
         ({"n_head": 5}, r"width = 12: make it a multiple of n_head = 5"),
         ({"max_block_size": 4}, r"budget = 0.5 is below 1"),
         ({"bias": False}, r"bias is not part of this model"),
@@ -438,10 +438,10 @@ def test_what_nobody_tells_is_asked_for(tmp_path):
 def test_what_is_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         import_model(tmp_path / "absent")
-    with pytest.raises(ValueError, match=r"is no checkpoint of the authors' code: it has no Orbax folder checkpoint/"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint of the authors' code: it has no Orbax folder checkpoint/"):
         import_model(tmp_path)
     (tmp_path / "notes.txt").write_text("to do")
-    with pytest.raises(ValueError, match=r"notes.txt is no \.npz or \.safetensors file"):
+    with pytest.raises(ValueError, match=r"notes.txt is not an \.npz or \.safetensors file"):
         import_model(tmp_path / "notes.txt")
     for name in ("params.npz", "params.safetensors"):
         (tmp_path / name).write_bytes(b"not what the name says")
@@ -460,7 +460,7 @@ def test_a_folder_of_ours_is_not_theirs(tmp_path):
     with pytest.raises(ValueError, match=r"config.json does not describe a run of the authors' code"):
         import_model(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json cannot be read"):
+    with pytest.raises(ValueError, match=r"config.json: not JSON .*: mend it, or take it away"):
         import_model(folder)
 
 

@@ -185,7 +185,7 @@ def test_bad_input(data, tmp_path):
     assert "activity_label, ctx_a, ctx_b, endings, label" in missing
     assert "give 1 or more" in refused(limit=0)
     assert "choose float32" in refused(dtype="float8")
-    assert "no fork layers" in refused(budget=2)
+    assert "is below 1" in refused(budget=0.5)
     assert "batch_tokens = 0" in refused(batch_tokens=0)
     assert not (tmp_path / "out").exists()
 

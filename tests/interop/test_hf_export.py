@@ -19,7 +19,7 @@ from transformers.dynamic_module_utils import get_imports, get_relative_import_f
 
 from helpers import SAME_ROW_FLOAT32, lively_model, random_ids
 from thoughtbubbles import Thoughtbubbles, cli
-from thoughtbubbles.checkpoint import save_model
+from thoughtbubbles.checkpoint import load_model, save_model
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.evals.run import run as evaluate
@@ -27,7 +27,7 @@ from thoughtbubbles.evals.settings import Evaluation
 from thoughtbubbles.files import write_json, write_manifest
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
-from thoughtbubbles.interop.card import card
+from thoughtbubbles.interop.card import card, evaluation, evaluations
 from thoughtbubbles.interop.export import export
 from thoughtbubbles.interop.hf import ThoughtbubblesForCausalLM
 from thoughtbubbles.interop.remote_code import remote_code
@@ -64,7 +64,7 @@ def finished(tmp_path_factory) -> Path:
         model_in(place / "model", seed=step, block_size=160)
         asked = {"checkpoint": place, "data_dir": exams, "data": corpus, "windows": 2, "tokens": 10}
         evaluate(Evaluation(**asked, tasks=("perplexity", "lambada", "blimp")), device="cpu")
-        limited = Evaluation(**asked, tasks=("arc_easy",), limit=2, budget="1.5", out=folder / f"eval-{step}")
+        limited = Evaluation(**asked, tasks=("arc_easy",), limit=2, budget=("1.5",), out=folder / f"eval-{step}")
         evaluate(limited, device="cpu")
     write_json(folder / "run.json", described)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -269,13 +269,13 @@ def percent(mark: dict) -> str:
 
 
 def expected_lines(run: Path, step: int) -> list[str]:
-    (whole,) = (run / f"step-{step:08}").glob("eval-*")
+    (whole,) = (run / "eval" / f"step-{step:08}").glob("perplexity-*")
     tasks, limited = results(whole)["tasks"], results(run / f"eval-{step}")["tasks"]["arc_easy"]
     lambada, blimp = tasks["lambada"], tasks["blimp"]
     ways = [
         f"| {way['title']} | {way['nats']:.4f} ± {way['standard_error']:.4f} | {way['perplexity']:,.2f} ± "
-        f"{way['perplexity_standard_error']:,.2f} | {way['bits_per_byte']:.4f} | 20 | corpus, val | causal | 2 "
-        "| float32 |"
+        f"{way['perplexity_standard_error']:,.2f} | {way['bits_per_byte']:.4f} | 20 | corpus, val | 2 × 10 | causal "
+        "| 2 | float32 |"
         for way in tasks["perplexity"]["ways"].values()
     ]
     assert len(ways) >= 2
@@ -320,6 +320,77 @@ def test_the_card_tells_the_runs_own_numbers(tmp_path, run):
     for line in expected_lines(run, 40):
         assert line in earlier
     assert not any(later in earlier for later in ("3.3000", "3.0300", expected_lines(run, 80)[0]))
+
+
+def card_of(run: Path) -> str:
+    """Of its newest checkpoint."""
+    model = load_model(run)
+    (folder,) = run.glob("step-00000080/model")
+    return card("x", model.config, parameters=1, dtype="float32", folder=folder, has_tokenizer=True)
+
+
+def lines_of(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.endswith("| float32 |") and "causal" in line]
+
+
+def test_each_result_is_in_the_card_once(run, tmp_path):
+    """Of the same settings the newest; other budgets, limits and weights are told apart."""
+    before = lines_of(card_of(run))
+    (path,) = (run / "eval" / "step-00000080").glob("*/results.json")
+    older, newer = results(path.parent), results(path.parent)
+    older["time"], newer["time"] = "2000", "9999"
+    older["tasks"]["blimp"]["accuracy"]["mean"], newer["tasks"]["blimp"]["accuracy"]["mean"] = 0.11, 0.99
+    for name, each in (("older", older), ("newer", newer)):
+        (run / f"eval-{name}").mkdir()
+        write_json(run / f"eval-{name}" / "results.json", each)
+    text = card_of(run)
+    assert len(lines_of(text)) == len(before)
+    assert text.count("| BLiMP | 4 | 99.00 ±") == 1
+    assert "11.00" not in text
+    other = {**newer, "settings": {**newer["settings"], "limit": 3}, "weights": {"model.safetensors": 1}}
+    write_json(run / "eval-newer" / "results.json", other)
+    assert lines_of(card_of(run)) == before  # those are other weights
+    write_json(run / "eval-newer" / "results.json", {**other, "weights": newer["weights"]})
+    assert len([line for line in lines_of(card_of(run)) if line.startswith("| BLiMP |")]) == 2
+
+
+def test_several_budgets_are_lines_of_their_own(run):
+    place = run / "step-00000080"
+    exams = Path(__file__).parents[2] / "docs" / "examples" / "exams"
+    evaluate(Evaluation(checkpoint=place, data_dir=exams, tasks=("blimp",), budget=("1", "1.5", "2.0")), device="cpu")
+    found = [line for line in lines_of(card_of(run)) if line.startswith("| BLiMP |")]
+    assert sorted(line.split(" | ")[-2] for line in found) == ["1", "1.5", "2.0"]  # 2 has been examined before
+
+
+DAMAGE = ["", "{", "[1]", "null", "[" * 10**5, "1" * 5000, '{"a": ' * 10**5, '"x"', "\0", '{"step": "x"}']
+DAMAGE += ['{"config": [1], "versions": 3}', '{"config": {"data": 7}}', '{"step": 80, "held_out": {"a": []}}']
+
+
+def test_damaged_files_of_a_run_are_as_good_as_none(run):
+    (path,) = (run / "eval" / "step-00000080").glob("*/results.json")
+    for file in (run / "run.json", run / "metrics.jsonl", path):
+        whole = file.read_bytes()
+        for content in DAMAGE:
+            file.write_text(content)
+            assert "## The model" in card_of(run), (file, content[:40])
+        file.write_bytes(whole)
+
+
+def test_damaged_fields_of_results_are_as_good_as_none(run):
+    """Every value in turn is something else."""
+    (path,) = (run / "eval" / "step-00000080").glob("*/results.json")
+    whole = results(path.parent)
+    folder, tasks = run / "step-00000080" / "model", whole["tasks"]
+    places = [whole, whole["settings"], tasks, *tasks.values(), tasks["blimp"]["accuracy"]]
+    places += [tasks["perplexity"]["ways"], tasks["perplexity"]["ways"]["blockwise"]]
+    for place in places:
+        for name in list(place):
+            kept = place[name]
+            for wrong in (None, [1], 10**400):
+                place[name] = wrong
+                path.write_text(json.dumps(whole))
+                assert "| ARC-Easy | 2 | " in evaluation(evaluations(folder)), (name, wrong)
+            place[name] = kept
 
 
 def test_half_a_line_of_metrics_is_one_line_less(tmp_path, run):

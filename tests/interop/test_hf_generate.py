@@ -251,7 +251,7 @@ def test_reading_in_pieces_equals_reading_at_once(tmp_path, kind, side):
                 begin += n
             torch.testing.assert_close(torch.cat(pieces, dim=1), whole, atol=SAME_ROW, rtol=0)
             assert (cache.get_seq_length(), cache.batch_size) == (12, 3)
-            assert cache.state.n_tokens.tolist() == lengths
+            assert cache.is_real.sum(1).tolist() == lengths
 
 
 def test_what_a_cache_can_do(tmp_path):

@@ -260,6 +260,6 @@ def test_the_commands_of_the_guide(data, checkpoints, tmp_path):
     assert len(hellaswag) == 2, "once by each command"
     assert hellaswag[0] == hellaswag[1]
     assert "|blimp  " in run.stdout
-    (written,) = checkpoints["plain"].glob("eval-*/results.json")
+    (written,) = checkpoints["plain"].glob("eval/harness-hellaswag-piqa-limit*/results.json")
     results = json.loads(written.read_text())
     assert set(results["results"]) == {"hellaswag", "piqa"}

@@ -57,9 +57,11 @@ class Heads:
     def __init__(
         self, streams: int, head: int, *, qk: bool = True, value: bool = True, n_head: int = 2, batch: int = 2,
         low: float = -6.0, high: float = 0.0, size: float = 1.0, dtype: torch.dtype = torch.float32,
-        device: str = "cpu", is_bounded: bool = True,
+        device: str = "cpu", is_bounded: bool = True, least: float | None = None,
     ):  # fmt: skip
-        self.head, self.n_head, self.qk, self.value, self.is_bounded = head, n_head, qk, value, is_bounded
+        """`least`: the bound of the key biases that the kernels are told; by default one that `is_bounded` decides."""
+        self.head, self.n_head, self.qk, self.value = head, n_head, qk, value
+        self.least = least if least is not None else 0.0 if is_bounded else -math.inf
         width = n_head * head
         self.qkv = (size * torch.randn(batch, streams, 3 * width, device=device)).to(dtype)
         self.log_score = low + (high - low) * torch.rand(batch, streams, device=device)
@@ -78,9 +80,8 @@ class Heads:
     def through_kernels(self) -> dict[str, Tensor]:
         qkv, bias, log_score = self.leaves()
         by = self.by(log_score)
-        least = 0.0 if self.is_bounded else -math.inf
         out = attention.attend(
-            qkv, bias, *self.turn, key_bias=by.key_bias, value=by.value, n_head=self.n_head, least_bias=least
+            qkv, bias, *self.turn, key_bias=by.key_bias, value=by.value, n_head=self.n_head, least_bias=self.least
         )
         return self._named(out, qkv, bias, log_score, by)
 
@@ -352,6 +353,7 @@ def quick() -> dict[str, Callable[[], Found]]:
         "a full tile": lambda: Heads(32, 16, value=False).errors(),
         "several tiles": lambda: Heads(70, 16).errors(),
         "not bounded": lambda: Heads(40, 16, is_bounded=False).errors(),
+        "bounded too low": lambda: Heads(40, 16, low=-450.0, high=-400.0, value=False, least=-112.5).errors(),
         "all low": lambda: Heads(33, 16, low=-60.0, high=-55.0).errors(),
         "vanished": vanished,
         "strong": strong,

@@ -1,11 +1,13 @@
 """Thoughtbubbles as a whole: padding, budgets, outputs, traces, learning, precision, and mistakes at the door."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from helpers import SAME_FUNCTION, SAME_ROW, lively_model, named, random_ids, small_config
+from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -178,6 +180,30 @@ def test_every_score_head_and_fork_embedding_learns(merge, selection):
         ({"want": "logits"}, r"want = 'logits': give a tuple"),
         ({"want": ("token_nll",)}, r"want has 'token_nll' but there are no targets"),
         ({"trace": "all"}, r"trace = 'all': choose False, True or 'attention'"),
+        ({"trace": 3}, r"trace = 3: choose"),
+        ({"trace": torch.ones(2)}, r"trace = tensor.*: choose"),
+        ({"ids": None}, r"ids is a NoneType: give a tensor"),
+        ({"ids": "abc"}, r"ids is a str: give a tensor"),
+        ({"ids": torch.zeros(2, 5, dtype=torch.bool)}, r"ids of shape \(2, 5\) and torch.bool"),
+        ({"targets": torch.zeros(2, 5, dtype=torch.bool)}, r"targets of shape \(2, 5\) and torch.bool"),
+        ({"targets": 3}, r"targets is a int: give a tensor"),
+        ({"lengths": "abc"}, r"lengths = 'abc': give one whole number for each of the 2 rows"),
+        ({"lengths": ["a", "b"]}, r"lengths = \['a', 'b'\]: give one whole number"),
+        ({"lengths": [[1], [2, 3]]}, r"lengths = .*: give one whole number"),
+        ({"lengths": [10**30, 1]}, r"lengths = .*: give one whole number"),
+        ({"lengths": [None, 1]}, r"lengths = .*: give one whole number"),
+        ({"lengths": {"a": 1}}, r"lengths = .*: give one whole number"),
+        ({"lengths": [True, True]}, r"lengths have shape \(2,\) and torch.bool: give one whole number"),
+        ({"lengths": torch.ones(2, dtype=torch.bool)}, r"lengths have shape \(2,\) and torch.bool"),
+        ({"lengths": 5}, r"lengths have shape \(\) .*: give one whole number"),
+        ({"want": ([],)}, r"want has \[\]: choose from"),
+        ({"want": (torch.ones(2),)}, r"want has tensor.*: choose from"),
+        ({"want": 5}, r"want = 5: give a tuple"),
+        ({"selection": 5}, r"selection = 5: choose one of"),
+        ({"selection": torch.ones(2)}, r"selection = tensor.*: choose one of"),
+        ({"budget_mode": []}, r"budget_mode = \[\]: choose one of"),
+        ({"budget": "abc"}, r"budget = 'abc' is not a number"),
+        ({"budget": {}}, r"budget = \{\} is not a number"),
     ],
 )
 @pytest.mark.usefixtures("no_shape_checks")
@@ -196,6 +222,26 @@ def test_causal_selection_in_a_fixed_budget_model():
     model = lively_model(small_config(selection="block", budget_mode="fixed"))
     with pytest.raises(ValueError, match="goes with block selection only"):
         model(torch.zeros(1, 4).long(), selection="causal")
+
+
+@pytest.mark.parametrize("rule", [{}, {"selection": "block"}, {"selection": "block", "budget_mode": "fixed"}], ids=str)
+def test_budgets_beyond_what_the_forks_can_make_are_no_limit(rule):
+    """To the bit what the largest useful one gives, in a call as in a config; any budget does where nothing forks."""
+    config, ids = small_config(fork_layers=(1, 3), **rule), torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]])
+    for forks, budgets in (((1, 3), (4, 4.01, 10**9, [4, 7])), ((), (1, 2, 10**9))):
+        model = lively_model(replace(config, fork_layers=forks))
+        first, *others = [model(ids, lengths=[4, 2], budget=r, want=("log_probs",)) for r in budgets]
+        model.config = replace(model.config, budget=10**9)
+        others.append(model(ids, lengths=[4, 2], want=("log_probs",)))
+        assert (first.streams.token[0] == 3).sum() == 2 ** len(forks)
+        for other in others:
+            assert torch.equal(first.log_probs, other.log_probs)
+            assert torch.equal(first.streams.token, other.streams.token)
+
+
+def test_a_loaded_model_is_in_evaluation_mode(tmp_path):
+    save_model(tmp_path / "model", Thoughtbubbles(small_config()).train())
+    assert not any(module.training for module in Thoughtbubbles.load(tmp_path / "model").modules())
 
 
 @pytest.mark.usefixtures("no_shape_checks")

@@ -23,15 +23,15 @@ class Writes:
 
     def __init__(
         self, rows: int, channels: int, *, update: bool = True, shift: bool = True, score: bool = True,
-        written: bool = True, read_later: bool = True, mean: float = 0.5, dtype: torch.dtype = torch.float32,
-        streams: torch.dtype = torch.float32, batch: int = 2, device: str = "cpu",
+        written: bool = True, read_later: bool = True, mean: float = 0.5, spread: float = 1.0,
+        dtype: torch.dtype = torch.float32, streams: torch.dtype = torch.float32, batch: int = 2, device: str = "cpu",
     ):  # fmt: skip
         self.written, self.read_later, self.dtype = written, read_later, dtype
 
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, device=device)
 
-        x = (random(batch, rows, channels) + mean).to(streams)
+        x = (spread * random(batch, rows, channels) + mean).to(streams)
         self.given = {"x": x, "weight": random(channels), "bias": random(channels)}
         if update:
             self.given["update"] = random(batch, rows, channels).to(dtype)
@@ -109,6 +109,7 @@ def quick() -> dict[str, Callable[[], Found]]:
         "sums": lambda: column_sums(37, 21),
         "write and norm": lambda: Writes(9, 24, written=False).errors(),
         "norm alone": lambda: Writes(9, 24, update=False).errors(),
+        "norm of next to nothing": lambda: Writes(9, 24, update=False, mean=0.0, spread=1e-3).errors(),  # eps counts
     }
 
 

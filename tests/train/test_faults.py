@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from thoughtbubbles.data.shards import read_index, write_index
 from thoughtbubbles.files import damage
 from thoughtbubbles.train.config import DataConfig, RunConfig
 from thoughtbubbles.train.loop import train
@@ -62,7 +63,7 @@ def flip_a_bit(path: Path) -> None:
         ("model/model.safetensors", cut_short, "bytes instead of"),
         ("optimizer/*.safetensors", flip_a_bit, "has been altered"),
         ("state.json", Path.unlink, "is missing"),
-        ("manifest.json", cut_short, "cannot be read"),
+        ("manifest.json", cut_short, "not JSON"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(finished, file, harm, message, capfd):
@@ -90,10 +91,14 @@ def test_what_is_damaged_does_not_push_out_what_is_whole(finished):
     }
 
 
-def test_an_empty_manifest_is_damage(finished):
+def test_an_empty_manifest_is_damage(finished, capfd):
+    """It would pass for whole if nothing were required of it: every file that it lists is as it should be."""
     (finished / "step-00000006" / "manifest.json").write_text("{}")
     before = losses(finished)
     assert resume(finished) == before
+    said = capfd.readouterr().err
+    assert "step-00000006 is damaged and is passed over: manifest.json does not list" in said
+    assert "after step 4" in said
 
 
 def test_a_log_that_was_cut_is_no_obstacle(finished):
@@ -138,8 +143,9 @@ def small_run_as_it_is(run: Path, **changes: object) -> RunConfig:
 
 
 def test_data_that_changed_is_no_resume(finished):
-    index = small_corpus(finished) / "index.json"
-    index.write_text(index.read_text().replace('"seed": 0', '"seed": 1'))
+    folder = small_corpus(finished)
+    index = read_index(folder)
+    write_index(folder, replace(index, notes={**index.notes, "seed": 1}))
     with pytest.raises(ValueError, match=r"the data was 1 of corpus \(index .*, is 1 of corpus"):
         train(small_run_as_it_is(finished, steps=6), resume=True)
 
@@ -234,6 +240,6 @@ def test_wrong_data_is_refused_before_any_work(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             train(small_run(tmp_path / "run", data_mixture=mixture))
-    with pytest.raises(ValueError, match="vocab_size = 100 is too small"):
+    with pytest.raises(ValueError, match="--model.vocab-size 100 is too small"):
         train(small_run(tmp_path / "run", model_vocab_size=100))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -40,7 +40,7 @@ def test_order_and_what_is_left_behind(tmp_path):
         for line in metrics(out)
     ]
     at_four = [kind for step, kind in kinds if step == 4]
-    assert at_four == ["loss", "saving", "held_out", "held_out_sample", "held_out_sample"]
+    assert at_four == ["loss", "saving", "held_out", "held_out_sample"]
     assert [step for step, kind in kinds if kind == "loss"] == list(range(1, 9))
     assert {folder.name for folder in out.glob("step-*")} == {"step-00000002", "step-00000004", "step-00000008"}
     assert not list(out.glob(".*"))
@@ -210,6 +210,13 @@ def test_tensorboard(tmp_path):
         round(x, 4) for x in losses(tmp_path / "run")
     ]
     assert events.Scalars("held_out/corpus")
+    forks = {tag for tag in events.Tags()["scalars"] if tag.startswith("forks")}
+    parts = ("streams", "dropped", "scores/p10", "scores/p50", "scores/p90")
+    assert forks == {f"forks/layer-{layer}/{part}" for layer in (1, 3) for part in parts}  # names, not indices
+    logged = next(line["forks"] for line in metrics(tmp_path / "run") if "forks" in line)
+    for fork in logged:
+        found = events.Scalars(f"forks/layer-{fork['layer']}/scores/p90")[0]
+        assert found.value == pytest.approx(fork["scores"][2])
 
 
 def test_wandb_without_the_package_says_what_to_do(tmp_path):

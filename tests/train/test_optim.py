@@ -43,19 +43,32 @@ def give_gradients(model, seed, *, scale=1.0):
         parameter.grad = gradient.to(parameter.device, parameter.dtype)
 
 
+def moments(model, parts):
+    """What torch's optimizers keep, under the names that ours have."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"{key}.{names[parameter]}": tensor
+        for part in parts
+        for parameter, state in part.state.items()
+        for key, tensor in state.items()
+        if key != "step"
+    }
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("clip", [0.0, 0.5, 1e4])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", SAME_FUNCTION), ("float32", SAME_FUNCTION_FLOAT32)])
 def test_a_step_is_clipping_and_then_torchs_own(kind, clip, dtype, tolerance, device):
-    """Of 0.5 every gradient is cut, of 1e4 none."""
+    """Of 0.5 every gradient but the second is cut, of 1e4 none. The moments tell what AdamW's weights hide: they move
+    alike whatever the gradient is multiplied by."""
     optim = OptimConfig(kind=kind, weight_decay=0.3)
     ours, theirs = (lively_model(small_config(), dtype=getattr(torch, dtype)).to(device) for _ in range(2))
     optimizer, parts = Optimizer(ours, optim), reference(theirs, optim)
-    for step in range(5):
+    for step, scale in enumerate((1.0, 1e-5, 30.0, 0.1, 1.0)):
         lr = 1e-2 / (step + 1)
-        give_gradients(ours, step)
-        give_gradients(theirs, step)
+        give_gradients(ours, step, scale=scale)
+        give_gradients(theirs, step, scale=scale)
         versions = [p._version for p in ours.parameters()]
         norm = optimizer.step(lr, clip=clip)
         assert all(p._version > v for p, v in zip(ours.parameters(), versions, strict=True))  # copies can tell
@@ -65,6 +78,9 @@ def test_a_step_is_clipping_and_then_torchs_own(kind, clip, dtype, tolerance, de
                 group["lr"] = lr
             part.step()
         torch.testing.assert_close(norm, expected, rtol=tolerance, atol=tolerance)
+        for name, moment in moments(theirs, parts).items():
+            found = optimizer.tensors()[name]
+            torch.testing.assert_close(found, moment, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: n + text)
     assert optimizer.updates == 5
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")

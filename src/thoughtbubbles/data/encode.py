@@ -4,7 +4,6 @@ A broken record does not throw away the records before it: they come back togeth
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +11,9 @@ import numpy as np
 
 from thoughtbubbles.data.records import Document, Part, read_record
 from thoughtbubbles.data.shards import Kind
-from thoughtbubbles.data.sources import Chunk, extra
+from thoughtbubbles.data.sources import Chunk, extra, one_line
 from thoughtbubbles.data.tokenizer import Tokenizer, tokenizer
+from thoughtbubbles.files import parse_json
 
 
 class Encoded(NamedTuple):
@@ -105,14 +105,17 @@ def _records(chunk: Chunk) -> Iterator[tuple[str, dict[str, Any]]]:
                 where = f"{chunk.name}, line {number}"
                 yield where, _parsed(line, where)
     else:
-        rows = chunk.payload if chunk.form == "records" else _rows(chunk.payload)
+        rows = chunk.payload if chunk.form == "records" else _rows(chunk.payload, chunk.name)
         for number, record in enumerate(rows, start=chunk.start + 1):
             yield f"{chunk.name}, record {number}", record
 
 
-def _rows(payload: bytes) -> list[dict[str, Any]]:
+def _rows(payload: bytes, where: str) -> list[dict[str, Any]]:
     arrow = extra("pyarrow", "to read .parquet files")
-    rows: list[dict[str, Any]] = arrow.ipc.open_stream(payload).read_all().to_pylist()
+    try:
+        rows: list[dict[str, Any]] = arrow.ipc.open_stream(payload).read_all().to_pylist()
+    except Exception as error:  # text that is not UTF-8, dates that Python does not have …
+        raise ValueError(f"{where} cannot be read ({one_line(error)}): check the file, or copy it again") from None
     return rows
 
 
@@ -127,14 +130,7 @@ def _decoded(raw: bytes, where: str) -> str:
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(_decoded(line, where))
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where}: not JSON ({error.msg} at column {error.colno}): repair or remove the line"
-        ) from None
-    except RecursionError:
-        raise ValueError(f"{where}: the JSON is nested too deeply: repair or remove the line") from None
+    record = parse_json(_decoded(line, where), where=where, remedy="repair or remove the line")
     if not isinstance(record, dict):
-        raise ValueError(f"{where}: a JSON {type(record).__name__} is no record: give an object such as {{text}}")
+        raise ValueError(f"{where}: a JSON {type(record).__name__} is not a record: give an object such as {{text}}")
     return record

@@ -26,6 +26,7 @@ from thoughtbubbles.data.shuffle import key_of, permute
 
 IGNORED = -100  # as a target: predicting this token counts nothing
 LONGEST_PERIOD = 10_000  # rows within which the shares of the sources are exact
+PART_EXAMPLES = 1 << 16  # gone through at a time, since counting their targets takes 8 bytes a token
 BLOCK_ROWS = 4096  # the schedule is made for this many rows at a time, or for one period
 
 
@@ -131,10 +132,10 @@ class _Items:
 
     def _example_spans(self, max_tokens: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Examples longer than a row are cut; those that are left without a target are excluded."""
-        begins, sizes = [], []
+        begins, sizes = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]  # a shard may be empty
         for start, shard in zip(self._starts, self.dataset.shards, strict=False):
-            for first in range(0, shard.header.n_examples, 1 << 16):  # a part at a time: counting takes 8 bytes a token
-                offsets = shard.offsets[first : first + (1 << 16) + 1].astype(np.int64)
+            for first in range(0, shard.header.n_examples, PART_EXAMPLES):
+                offsets = shard.offsets[first : first + PART_EXAMPLES + 1].astype(np.int64)
                 size = np.minimum(np.diff(offsets), self.n_tokens + 1)
                 counted = np.cumsum(np.concatenate([[0], shard.mask[offsets[0] : offsets[-1]]]), dtype=np.int64)
                 at = offsets[:-1] - offsets[0]
@@ -183,6 +184,16 @@ class _Reader:
     def n_excluded(self) -> int:
         """Examples of which nothing would be learned: without a target that counts, or cut before it."""
         return sum(items.n_excluded for items in self._items)
+
+    @property
+    def largest_id(self) -> int:
+        """Of all tokens, end-of-text included."""
+        return self._largest
+
+    @property
+    def n_tokens_in_split(self) -> int:
+        """Over all sources, whether they are used or not."""
+        return sum(items.dataset.n_tokens for items in self._items)
 
     def check_vocab(self, vocab_size: int) -> None:
         """Refuses a model too small for the ids, here rather than by a fault on the GPU."""

@@ -10,7 +10,6 @@ interruption. When all is done the index comes, and journal and tails go.
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -21,10 +20,22 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from thoughtbubbles.data.encode import Encoded, mixed
-from thoughtbubbles.data.shards import INDEX, Index, Kind, ShardInfo, ShardWriter, read_index
+from thoughtbubbles.data.shards import (
+    INDEX,
+    KIND_CODES,
+    Index,
+    Kind,
+    ShardInfo,
+    ShardWriter,
+    check_seal,
+    count,
+    parse_shards,
+    read_index,
+    write_sealed,
+)
 from thoughtbubbles.data.shards import write_index as write_dataset_index
 from thoughtbubbles.data.tokenizer import Tokenizer
-from thoughtbubbles.files import write_atomically
+from thoughtbubbles.files import read_object, short_name
 
 JOURNAL = "prepare.json"
 SPLITS = ("train", "val")
@@ -51,15 +62,24 @@ class State:
     tails: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
 
     @classmethod
-    def parse(cls, record: dict[str, Any]) -> "State":
+    def parse(cls, record: Any) -> "State":
+        if record["kind"] is not None and record["kind"] not in KIND_CODES:
+            raise ValueError(f"kind = {record['kind']!r}")
+        place = [count(value) for value in record["place"]]
+        first_keys = [count(value) for value in record["first_keys"]]
+        if len(place) != 2 or len(first_keys) > 2:
+            raise ValueError(f"place = {place}, first_keys = {first_keys}")
+        counts = {s: Counts(**{name: count(n) for name, n in record["counts"][s].items()}) for s in SPLITS}
+        if record["kind"] is None and any(asdict(c) != asdict(Counts()) for c in counts.values()):
+            raise ValueError("there are documents of no kind")
         return cls(
             record["kind"],
-            (int(record["place"][0]), int(record["place"][1])),
-            record["skipped"],
-            record["first_keys"],
-            {split: Counts(**record["counts"][split]) for split in SPLITS},
-            {split: [ShardInfo(**info) for info in record["shards"][split]] for split in SPLITS},
-            {split: record["tails"][split] for split in SPLITS},
+            (place[0], place[1]),
+            count(record["skipped"]),
+            first_keys,
+            counts,
+            {split: parse_shards(record["shards"][split], split=split) for split in SPLITS},
+            {split: count(record["tails"][split]) for split in SPLITS},
         )
 
 
@@ -102,7 +122,7 @@ class Split:
         if len(self._writer.finished) > finished:
             self.close()  # the old tail stays until the journal knows of the new one
             self.tail_path = self._tail_path()
-            self._file, self.tail = self.tail_path.open("wb"), 0
+            self._file, self.tail = self._new_tail(), 0
             packed = packed[len(packed) - self._writer.pending :]
         self._file.write(packed.data)
         self.tail += len(packed)
@@ -117,16 +137,18 @@ class Split:
     def _tail_path(self) -> Path:
         return self._folder / f"{self._name}-{len(self.shards):05d}.tail"
 
+    def _new_tail(self) -> BinaryIO:
+        self.tail_path.unlink(missing_ok=True)  # whatever bears the name: a pipe would wait for a reader
+        return self.tail_path.open("wb")
+
     def _continue_tail(self) -> BinaryIO:
         """Hands the tail to the writer, and cuts off what came after the journal was last saved."""
         if not self.tail:
-            return self.tail_path.open("wb")
-        try:
-            packed = np.fromfile(self.tail_path, dtype=self._form, count=self.tail)
-        except FileNotFoundError:
-            packed = np.empty(0, dtype=self._form)
-        if len(packed) < self.tail:
+            return self._new_tail()
+        there = self.tail_path.stat().st_size if self.tail_path.is_file() else 0
+        if there < self.tail * self._form.itemsize:
             raise ValueError(f"{self.tail_path} is missing or cut short: delete {self._folder} and prepare it again")
+        packed = np.fromfile(self.tail_path, dtype=self._form, count=self.tail)
         self._write(packed)
         os.truncate(self.tail_path, packed.nbytes)
         return self.tail_path.open("ab")
@@ -138,16 +160,14 @@ class Output:
     def __init__(self, folder: Path, settings: dict[str, Any]):
         self._folder, self._settings = folder, settings
         self._splits: dict[str, Split] = {}
-        journal = _read_json(folder / JOURNAL)
-        if journal is None:
+        state = _read_journal(folder, settings)
+        self.resumed = state is not None
+        self.state = State() if state is None else state
+        if state is None:
             _refuse_foreign(folder)
-            self.state = State()
             self.save(self.state.place)
         else:
-            _refuse_other(folder, settings, journal["settings"], "a half-finished preparation")
-            self.state = State.parse(journal["state"])
             self._open(self.state.kind)
-        self.resumed = journal is not None
 
     @property
     def documents(self) -> int:
@@ -157,7 +177,8 @@ class Output:
     def n_shards(self) -> int:
         return sum(len(split.shards) for split in self._splits.values())
 
-    def add(self, found: Encoded, name: str) -> None:
+    def add(self, found: Encoded, name: str, *, split: str | None) -> None:
+        """Without a split, some documents are held out as `val` by their hash."""
         state = self.state
         state.skipped += found.skipped
         if found.kind is None:
@@ -168,10 +189,11 @@ class Output:
         if found.kind != state.kind:
             raise ValueError(f"{name}: {mixed(state.kind, found.kind)}")
         end = np.concatenate([[0], np.cumsum(found.n_tokens)])
-        for held, a, b in _runs(self._held_out(found.key)):
-            split, counts = SPLITS[held], state.counts[SPLITS[held]]
+        held_out = self._held_out(found.key) if split is None else np.full(len(found.key), split == "val")
+        for held, a, b in _runs(held_out):
+            name, counts = SPLITS[held], state.counts[SPLITS[held]]
             these = slice(end[a], end[b])
-            self._splits[split].add(found.tokens[these], found.mask[these], found.n_tokens[a:b])
+            self._splits[name].add(found.tokens[these], found.mask[these], found.n_tokens[a:b])
             counts.documents += b - a
             counts.tokens += int(end[b] - end[a])
             counts.bytes += int(found.n_bytes[a:b].sum())
@@ -182,8 +204,7 @@ class Output:
         for name, split in self._splits.items():
             split.sync()
             self.state.shards[name], self.state.tails[name] = split.shards, split.tail
-        record = {"settings": self._settings, "state": asdict(self.state)}
-        write_atomically(self._folder / JOURNAL, [(json.dumps(record, indent=1) + "\n").encode()])
+        write_sealed(self._folder / JOURNAL, {"settings": self._settings, "state": asdict(self.state)})
         self._remove(self._folder.glob("*.tail"), keep={split.tail_path for split in self._splits.values()})
 
     def close(self) -> None:
@@ -209,6 +230,7 @@ class Output:
 
     def abandon(self) -> None:
         """Leaves no trace where there was nothing to prepare."""
+        self._remove(self._folder.glob("*.bin"), keep=set())
         tidy(self._folder)
         with contextlib.suppress(OSError):
             self._folder.rmdir()
@@ -249,10 +271,21 @@ def tidy(folder: Path) -> None:
 
 def finished(folder: Path, settings: dict[str, Any]) -> Index | None:
     """The index of a folder that was prepared before, with the same settings."""
-    if not (folder / INDEX).exists():
+    if not os.path.lexists(folder / INDEX):
         return None
     index = read_index(folder)
-    _refuse_other(folder, settings, index.notes.get("settings", {}), "a prepared dataset")
+    theirs = index.notes.get("settings")
+    _refuse_other(folder, settings, theirs if isinstance(theirs, dict) else {}, "a prepared dataset")
+    try:
+        count(index.notes["skipped"])
+        for split in SPLITS:
+            len(index.splits[split])
+            count(index.notes["documents"][split])
+            count(index.notes["bytes"][split])
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{folder / INDEX} is damaged (its notes lack what `prepare` writes): delete {folder} and prepare it again"
+        ) from None
     tidy(folder)
     return index
 
@@ -263,14 +296,19 @@ def _runs(held: np.ndarray) -> list[tuple[bool, int, int]]:
     return [(bool(held[a]), a, b) for a, b in pairwise(cuts)]
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        record: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError:
+def _read_journal(folder: Path, settings: dict[str, Any]) -> State | None:
+    path, remedy = folder / JOURNAL, f"delete the folder {folder} and prepare it again"
+    if not os.path.lexists(path):
         return None
-    except ValueError:
-        raise ValueError(f"{path} is damaged: delete the folder {path.parent} and prepare it again") from None
-    return record
+    record = read_object(path, remedy=remedy)
+    check_seal(path, record, remedy=remedy)
+    try:
+        theirs, state = dict(record["settings"]), State.parse(record["state"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = short_name(f"{type(error).__name__}: {error}")
+        raise ValueError(f"{short_name(path)} is damaged ({what}): {remedy}") from None
+    _refuse_other(folder, settings, theirs, "a half-finished preparation")
+    return state
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -289,7 +327,7 @@ def _refuse_other(folder: Path, ours: dict[str, Any], theirs: dict[str, Any], wh
     if names:
         if not theirs:
             raise ValueError(f"out = {folder} holds {what} that was made in another way: give another folder")
-        differences = ", ".join(f"{name} = {theirs.get(name)!r}" for name in names if name != "inputs")
+        differences = short_name(", ".join(f"{name} = {theirs.get(name)!r}" for name in names if name != "inputs"))
         raise ValueError(
             f"out = {folder} holds {what} with other settings ({differences}): repeat those, give another folder, or "
             "delete this one to start over"

@@ -2,8 +2,9 @@
 
     sources ─read─▶ chunks of ~1 MB ─▶ processes: records, tokens, hash ─in order─▶ train or val ─▶ shards, journal
 
-The order of documents is that of the sources, and each document's side follows from its text alone, so the result does
-not depend on the number of processes, nor on interruptions: the same command, given again, goes on where it stopped.
+The order of documents is that of the sources, and each document's side follows from its text alone, or from its source
+where a validation set is given, so the result does not depend on the number of processes, nor on interruptions: the
+same command, given again, goes on where it stopped. A validation set comes first: what is wrong with it shows at once.
 Only a few chunks for each process are on their way at any time; memory holds them and the two shards being filled.
 """
 
@@ -11,12 +12,13 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import shlex
 import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -26,12 +28,18 @@ from thoughtbubbles.data.encode import Encoded, encode_chunk
 from thoughtbubbles.data.output import SPLITS, Output, finished
 from thoughtbubbles.data.progress import Progress
 from thoughtbubbles.data.shards import Index
-from thoughtbubbles.data.sources import Chunk, find_inputs, fingerprint, read_chunks
+from thoughtbubbles.data.sources import Chunk, Input, find_inputs, fingerprint, read_chunks
+from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.data.tokenizer import tokenizer as find_tokenizer
-from thoughtbubbles.files import locked
+from thoughtbubbles.files import locked, named, reason, short_name
 
 AHEAD = 3  # chunks on their way for each process
 SAVE_SECONDS = 10.0  # at most so much work is done twice after an interruption
+HELD_OUT = 0.005  # share of the documents, where no validation set is given
+SMALL_VAL = 10_000  # tokens: the mean loss over fewer moves by several percent with the choice of the documents
+MOST_PROCESSES = 1024
+MOST_SHARD_TOKENS = 1 << 32
+NEXT = {"bytes": ("tiny", 128), "gpt2": ("150m-r2-owt", 512)}  # a recipe for the tokens, and its context length
 AGAIN = "run the same command again, and it goes on where it stopped"
 
 
@@ -42,7 +50,8 @@ def prepare(
     out: Path,
     tokenizer: str = "gpt2",
     processes: int | None = None,
-    held_out: float = 0.005,
+    val: tuple[str, ...] = (),
+    held_out: float | None = None,
     shard_tokens: int = 2**27,
     limit: int | None = None,
 ) -> Index:
@@ -56,58 +65,102 @@ def prepare(
         out: The folder to write.
         tokenizer: gpt2 or bytes.
         processes: Processes that tokenize; as many as there are processors by default.
-        held_out: Share of the documents to hold out for validation. Equal documents stay on one side.
+        val: The validation set: files, folders or names whose documents become the split val, all of them, as they are.
+            Nothing is held out from the other sources then.
+        held_out: Share of the documents to hold out for validation where no --val is given; 0.005 by default, 0 for
+            none. Equal documents stay on one side.
         shard_tokens: Tokens in a file; while it is filled, memory holds 2 bytes for each.
-        limit: Stop after this many documents.
+        limit: Stop after this many documents, not counting those of --val.
     """
-    _check(processes=processes, held_out=held_out, shard_tokens=shard_tokens, limit=limit)
+    _check(sources=sources, val=val, held_out=held_out)
+    _check_numbers(processes=processes, shard_tokens=shard_tokens, limit=limit)
     tok = find_tokenizer(tokenizer)
-    inputs = find_inputs(sources)
+    train_inputs, val_inputs = find_inputs(sources), find_inputs(val) if val else []
+    _refuse_overlap(train_inputs, val_inputs)
+    inputs = [*val_inputs, *train_inputs]
     settings = {
         "sources": list(sources),
+        "val": list(val),
         "inputs": fingerprint(inputs),
         "tokenizer": tokenizer,
-        "held_out": held_out,
+        "held_out": (0.0 if val else HELD_OUT) if held_out is None else held_out,
         "shard_tokens": shard_tokens,
         "limit": limit,
     }
-    processes = processes or _processors()
-    with _writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-    with locked(out, doing="preparing"):
-        if (index := finished(out, settings)) is not None:
+    with contextlib.ExitStack() as stack:
+        with _writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(out, doing="preparing"))
+            index = finished(out, settings)
+        if index is not None:
             print(f"{out} is prepared already; nothing to do")
         else:
-            with _writing(out):
-                output = Output(out, settings)
-            with Progress(inputs, resumed=output.documents if output.resumed else None) as progress:
-                _fill(
-                    output,
-                    read_chunks(inputs, at=output.state.place[0], start=output.state.place[1]),
-                    tokenizer,
-                    processes=processes,
-                    limit=limit,
-                    progress=progress,
-                    out=out,
-                )
-            if not output.documents:
-                output.abandon()
-                raise ValueError(f"sources = {' '.join(sources)}: there is no document in them; give others")
-            with _writing(out):
-                index = output.finish(tok)
+            index = _run(out, settings, inputs, tok, n_val=len(val_inputs), processes=processes or _processors())
     _summarize(out, index)
     return index
 
 
-def _check(*, processes: int | None, held_out: float, shard_tokens: int, limit: int | None) -> None:
-    if processes is not None and processes < 1:
-        raise ValueError(f"processes = {processes}: give 1 or more, or leave it out for one a processor")
-    if not 0 <= held_out < 1:
-        raise ValueError(f"held_out = {held_out}: give a share of the documents from 0 to below 1, e.g. 0.005")
-    if shard_tokens < 1:
-        raise ValueError(f"shard_tokens = {shard_tokens}: give at least 1 token a shard, e.g. {2**27}")
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit = {limit}: give 1 document or more, or leave it out for all")
+def _check(*, sources: tuple[str, ...], val: tuple[str, ...], held_out: float | None) -> None:
+    for name, value in (("sources", sources), ("val", val)):
+        if not (isinstance(value, tuple | list) and all(isinstance(source, str) for source in value)):
+            raise ValueError(f"{name} = {short_name(repr(value))}: give a tuple of files, folders or names as text")
+    if held_out is None:
+        return
+    if isinstance(held_out, bool) or not isinstance(held_out, int | float) or not 0 <= held_out < 1:
+        raise ValueError(
+            f"held_out = {short_name(repr(held_out))}: give a share of the documents from 0 to below 1, e.g. {HELD_OUT}"
+        )
+    if val:
+        raise ValueError(
+            f"held_out = {held_out} and val = {short_name(' '.join(val))}: with a validation set nothing is held out; "
+            "leave one of the two out"
+        )
+
+
+def _check_numbers(*, processes: int | None, shard_tokens: int, limit: int | None) -> None:
+    for name, value, most, remedy in (
+        ("processes", processes, MOST_PROCESSES, "give 1 or more, up to {:,}, or leave it out for one a processor"),
+        ("shard_tokens", shard_tokens, MOST_SHARD_TOKENS, f"give at least 1 token a shard, up to {{:,}}, e.g. {2**27}"),
+        ("limit", limit, sys.maxsize, "give 1 document or more, up to {:,}, or leave it out for all"),
+    ):
+        if value is not None and (type(value) is not int or not 1 <= value <= most):
+            raise ValueError(f"{name} = {short_name(repr(value))}: {remedy.format(most)}")
+
+
+def _refuse_overlap(train: Sequence[Input], val: Sequence[Input]) -> None:
+    def places(inputs: Sequence[Input]) -> dict[str, str]:
+        return {os.path.realpath(found.path) if found.path else found.name: found.name for found in inputs}
+
+    if both := places(train).keys() & places(val).keys():
+        raise ValueError(
+            f"val = {short_name(places(val)[min(both)])}: it is among the sources to train on, too, so the loss on it "
+            "would tell nothing; move it out of their folder, or give another"
+        )
+
+
+def _run(
+    out: Path, settings: dict[str, Any], inputs: Sequence[Input], tok: Tokenizer, *, n_val: int, processes: int
+) -> Index:
+    with _writing(out):
+        output = Output(out, settings)
+    with Progress(inputs, resumed=output.documents if output.resumed else None) as progress:
+        _fill(
+            output,
+            read_chunks(inputs, at=output.state.place[0], start=output.state.place[1]),
+            tok.name,
+            processes=processes,
+            n_val=n_val,
+            limit=settings["limit"],
+            progress=progress,
+            out=out,
+        )
+    for split, given in (("val", settings["val"]), ("train", settings["sources"])):
+        if given and not output.state.counts[split].documents:
+            output.abandon()
+            name = "val" if split == "val" else "sources"
+            raise ValueError(f"{name} = {short_name(' '.join(given))}: there is no document in them; give others")
+    with _writing(out):
+        return output.finish(tok)
 
 
 def _fill(
@@ -116,23 +169,29 @@ def _fill(
     tokenizer: str,
     *,
     processes: int,
+    n_val: int,
     limit: int | None,
     progress: Progress,
     out: Path,
 ) -> None:
-    """Takes documents into the folder until the sources or the limit end."""
-    left = sys.maxsize if limit is None else limit - output.documents
+    """Takes documents into the folder until the sources or the limit end. The first `n_val` inputs go to val."""
+    counted = output.state.counts["train"].documents if n_val else output.documents
+    left = sys.maxsize if limit is None else limit - counted
     saved, shards, place = time.monotonic(), output.n_shards, output.state.place
     with contextlib.closing(output), contextlib.closing(_encode(chunks, tokenizer, processes)) as encoded:
         try:
             for chunk, found in encoded if left else ():
-                if found.error is not None and len(found.key) < left:
+                split = None if not n_val else "val" if chunk.input < n_val else "train"
+                if split == "train" and not output.state.counts["val"].documents:
+                    return  # a validation set without a document is an error, and not after hours
+                room = sys.maxsize if split == "val" else left
+                if found.error is not None and len(found.key) < room:
                     with _writing(out):
                         output.save(place)
                     raise ValueError(found.error)
                 with _writing(out):
-                    output.add(_first(found, left), chunk.name)
-                    left -= len(found.key)
+                    output.add(_first(found, room), chunk.name, split=split)
+                    left -= 0 if split == "val" else len(found.key)
                     if left <= 0:
                         return
                     place = (chunk.input, chunk.stop)
@@ -171,15 +230,17 @@ def _encode(chunks: Iterable[Chunk], tokenizer: str, processes: int) -> Generato
         return
     waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
     # Fresh processes rather than copies of this one, whose threads and open files a copy would share.
-    pool = ProcessPoolExecutor(
-        processes,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(tokenizer,),
-    )
+    with named(f"--processes {processes}", "give fewer"):
+        pool = ProcessPoolExecutor(
+            processes,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_start_worker,
+            initargs=(tokenizer,),
+        )
     try:
         for chunk in chunks:
-            waiting.append((chunk._replace(payload=None), pool.submit(encode_chunk, chunk, tokenizer)))
+            with named(f"--processes {processes}", "give fewer"):  # a process is started when there is work for it
+                waiting.append((chunk._replace(payload=None), pool.submit(encode_chunk, chunk, tokenizer)))
             if len(waiting) > AHEAD * processes:
                 chunk, future = waiting.popleft()
                 yield chunk, future.result()
@@ -209,8 +270,8 @@ def _writing(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(
-            f"writing to {out} failed ({error.strerror or error}): make room or give another folder; what is complete "
-            f"is kept: {AGAIN}"
+            f"writing to {short_name(out)} failed ({reason(error)}): make room or give another folder; what is "
+            f"complete is kept: {AGAIN}"
         ) from error
 
 
@@ -231,7 +292,24 @@ def _summarize(out: Path, index: Index) -> None:
         print(row(split, index.notes["documents"][split], tokens, index.notes["bytes"][split], len(shards)))
     if index.notes["skipped"]:
         print(f"{index.notes['skipped']:,} records were left out: there was nothing to learn in them")
-    if not index.splits["val"]:
-        print("nothing is held out: for that, give two different documents or more, and held_out above 0")
-    fitting = {"bytes": "tiny", "gpt2": "150m-r2-owt"}[index.tokenizer]
-    print(f"next: thoughtbubbles train {fitting} --data.mixture {out}")
+    n_val = sum(shard.n_tokens for shard in index.splits["val"])
+    if not n_val:
+        print(
+            "there is no split val, so training will have no validation loss; for one, give --val, or two different "
+            "documents or more and --held-out above 0"
+        )
+    elif n_val < SMALL_VAL:
+        print(
+            f"val is very small (fewer than {SMALL_VAL:,} tokens): its loss will depend on the choice of documents; "
+            "give --val or a larger --held-out"
+        )
+    print(f"next: {_next_command(out, index)}")
+
+
+def _next_command(out: Path, index: Index) -> str:
+    recipe, block_size = NEXT[index.tokenizer]
+    words = ["thoughtbubbles", "train", recipe, "--data.mixture", f"{out}=1" if "=" in str(out) else str(out)]
+    targets = sum(shard.n_tokens for shard in index.splits["train"]) - 1
+    if index.kind == "text" and targets < block_size:  # not one window of the recipe's own length
+        words += ["--model.block-size", str(targets)]
+    return shlex.join(words)

@@ -15,6 +15,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from thoughtbubbles.files import short_name
+
 FIELDS = ("text", "messages", "question", "choices", "steps", "answer", "train")
 FORMS = "{text}, {question, answer}, {question, steps, answer}, {question, choices, answer} or {messages}"
 
@@ -56,7 +58,8 @@ def read_record(record: Mapping[str, Any]) -> Document | Example | None:
     if "question" in record and "answer" in record:
         prompt, answer = _question(record)
         return Example((Part(prompt, False), Part(answer, True)))
-    raise ValueError(f"the record has the fields {', '.join(map(str, record)) or '(none)'}: give {FORMS}")
+    names = " ".join(", ".join(map(str, record)).split()) or "(none)"
+    raise ValueError(f"the record has the fields {short_name(names)}: give {FORMS}")
 
 
 def question_prompt(question: str) -> str:
@@ -96,12 +99,12 @@ def chat_parts(messages: Sequence[Mapping[str, Any]]) -> list[Part]:
 def _question(record: Mapping[str, Any]) -> tuple[str, str]:
     question = _string(record, "question")
     if record.get("choices") is not None:
-        choices = [str(choice).strip() for choice in _list(record, "choices")]
+        choices = [choice.strip() for choice in _strings(record, "choices")]
         return choices_prompt(question, choices), choice_answers(choices)[_choice(record["answer"], choices)]
     answer = _string(record, "answer").strip()
     if record.get("steps") is None:
         return question_prompt(question), without_calculator(answer)
-    steps = record["steps"] if isinstance(record["steps"], str) else "\n".join(map(str, _list(record, "steps")))
+    steps = record["steps"] if isinstance(record["steps"], str) else "\n".join(_strings(record, "steps"))
     lines = [line.strip() for line in re.sub(r">>\s*<<", "\n", steps).replace("<<", "").replace(">>", "").splitlines()]
     return question_prompt(question), "\n".join([*filter(None, lines), f"#### {answer}"])
 
@@ -110,7 +113,9 @@ def _choice(answer: Any, choices: Sequence[str]) -> int:
     """The place of the right choice, given as a number from 0 or as a letter."""
     place = LETTERS.find(answer.strip().upper()) if isinstance(answer, str) and len(answer.strip()) == 1 else answer
     if type(place) is not int or not 0 <= place < len(choices):
-        raise ValueError(f"answer = {answer!r}: give a number from 0 to {len(choices) - 1}, or a letter")
+        raise ValueError(
+            f"answer = {short_name(repr(answer))}: give a number from 0 to {len(choices) - 1}, or a letter"
+        )
     return place
 
 
@@ -121,8 +126,8 @@ def _lettered(choices: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _chat(messages: Any) -> Example | None:
-    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
-        raise ValueError("messages is no list of {role, content}: give one")
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        raise ValueError("messages is not a list of {role, content}: give one")
     parts = chat_parts(messages)
     while parts and not parts[-1].said:
         parts.pop()  # what comes after the assistant's last word teaches nothing
@@ -131,22 +136,25 @@ def _chat(messages: Any) -> Example | None:
 
 def _turn(message: Mapping[str, Any]) -> str:
     role = message.get("role")
-    if role not in SPEAKERS:
-        raise ValueError(f"role = {role!r}: give one of {', '.join(SPEAKERS)}, assistant")
+    if not isinstance(role, str) or role not in SPEAKERS:
+        raise ValueError(f"role = {short_name(repr(role))}: give one of {', '.join(SPEAKERS)}, assistant")
     return f"{SPEAKERS[role]}: {_string(message, 'content').strip()}\n"
 
 
 def _string(record: Mapping[str, Any], field: str) -> str:
-    value = record.get(field)
+    return _text(record.get(field), field)
+
+
+def _strings(record: Mapping[str, Any], field: str) -> list[str]:
+    values = record[field]
+    if not isinstance(values, list):
+        raise ValueError(f"{field} is {type(values).__name__}, not a list: give a list")
+    return [_text(value, f"an entry of {field}") for value in values]
+
+
+def _text(value: Any, name: str) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)  # GSM8K-aug's answers are sometimes written as numbers
     if not isinstance(value, str):
-        raise ValueError(f"{field} is {type(value).__name__}, not text: give text")
-    return value
-
-
-def _list(record: Mapping[str, Any], field: str) -> Sequence[Any]:
-    value = record[field]
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"{field} is {type(value).__name__}, not a list: give a list")
+        raise ValueError(f"{name} is {type(value).__name__}, not text: give text")
     return value

@@ -6,8 +6,8 @@
     examples  offsets uint64 (n_examples + 1), tokens uint16, mask uint8: 1 where predicting this token counts
 
 A shard gets its name only when it is complete on the disk, and the index comes last, so an interrupted preparation
-leaves nothing that looks finished. Reading maps files into memory, after holding every shard against its header, the
-index and its checksum.
+leaves nothing that looks finished. The index holds a checksum of itself. Reading maps files into memory, after checking
+the index against its tokenizer and every shard against its header, the index and its checksum.
 """
 
 import json
@@ -24,15 +24,17 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from thoughtbubbles.files import write_atomically
+from thoughtbubbles.data.tokenizer import tokenizer as find_tokenizer
+from thoughtbubbles.files import named, read_object, short_name, write_atomically
 
 Kind = Literal["text", "examples"]
 
 INDEX = "index.json"
 FORMAT = "thoughtbubbles tokens"
-VERSION = 1
+VERSION = 2
 MAGIC = b"TBTOKENS"
 KIND_CODES: dict[str, int] = {"text": 1, "examples": 2}
+SPLIT_NAME = re.compile(r"[a-z]+")
 HEADER = struct.Struct("<8sHHHxxQQI24xI")  # the last field is the CRC-32 of all before it
 HEADER_BYTES = 64
 CHUNK_BYTES = 1 << 24  # of one checksum call
@@ -91,7 +93,7 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, split: str, *, kind: Kind, shard_tokens: int, first_shard: int = 0):
-        if not re.fullmatch(r"[a-z]+", split):
+        if not SPLIT_NAME.fullmatch(split):
             raise ValueError(f"split = {split!r}: give lower-case letters only, e.g. 'train'")
         if kind not in KIND_CODES:
             raise ValueError(f"kind = {kind!r}: give one of {', '.join(KIND_CODES)}")
@@ -142,7 +144,7 @@ class ShardWriter:
             crc = zlib.crc32(part.data, crc)
         max_token = max((int(t.max()) for t in self._tokens if len(t)), default=0)
         header = Header(KIND_CODES[self._kind], max_token, self.pending, n_examples, crc)
-        name = f"{self._split}-{self._next:05d}.bin"
+        name = shard_name(self._split, self._next)
         write_atomically(self._folder / name, [header.pack(), *(part.data for part in parts)])
         self.finished.append(ShardInfo(name, self.pending, n_examples, crc))
         self._tokens, self._masks, self.pending = [], [], 0
@@ -156,56 +158,92 @@ def _own_copy(tokens: np.ndarray) -> np.ndarray:
     return np.array(tokens, dtype=TOKEN)
 
 
+def shard_name(split: str, number: int) -> str:
+    return f"{split}-{number:05d}.bin"
+
+
+def write_sealed(path: Path, record: dict[str, Any]) -> None:
+    """JSON with a checksum of itself, so that an edited or half-copied file is not taken for what was written."""
+    write_atomically(path, [(json.dumps({**record, "crc32": _seal(record)}, indent=1) + "\n").encode()])
+
+
+def check_seal(path: Path, record: dict[str, Any], *, remedy: str) -> None:
+    try:
+        whole = record.get("crc32") == _seal(record)
+    except RecursionError:  # deeper than anything that was written
+        whole = False
+    if not whole:
+        raise ValueError(f"{short_name(path)} has been altered (its checksum differs): {remedy}")
+
+
+def _seal(record: dict[str, Any]) -> int:
+    """Of the content, however it is indented and ordered."""
+    rest = {name: value for name, value in record.items() if name != "crc32"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+
+
 def write_index(folder: Path, index: Index) -> None:
-    record = {"format": FORMAT, "version": VERSION, **asdict(index)}
-    write_atomically(folder / INDEX, [(json.dumps(record, indent=1) + "\n").encode()])
+    write_sealed(folder / INDEX, {"format": FORMAT, "version": VERSION, **asdict(index)})
 
 
 def read_index(folder: Path) -> Index:
     path = folder / INDEX
-    try:
-        record = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    with named(path, "give a folder written by `prepare`"):
+        if not path.exists() and not path.is_symlink():
+            raise ValueError(
+                f"{short_name(path)} is missing: {short_name(folder)} is not a prepared dataset, or its preparation "
+                "did not finish; prepare it (again)"
+            )
+    record = read_object(path, remedy=REMEDY)
+    if record.get("format") != FORMAT:
         raise ValueError(
-            f"{path} is missing: {folder} is no prepared dataset, or its preparation did not finish; prepare it (again)"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): {REMEDY}") from None
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ValueError(f"{path} is not the index of a prepared dataset: give a folder written by `prepare`")
+            f"{short_name(path)} is not the index of a prepared dataset: give a folder written by `prepare`"
+        )
     if record.get("version") != VERSION:
         raise ValueError(
-            f"{path} has version {record.get('version')!r}, this program reads {VERSION}: prepare it again"
+            f"{short_name(path)} has version {short_name(repr(record.get('version')))}, this program reads {VERSION}: "
+            "prepare it again"
         )
+    check_seal(path, record, remedy=REMEDY)
     try:
-        index = _parse_index(record)
+        return _parse_index(record)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}): {REMEDY}") from None
-    return index
+        what = short_name(f"{type(error).__name__}: {error}")
+        raise ValueError(f"{short_name(path)} is damaged ({what}): {REMEDY}") from None
 
 
 def _parse_index(record: dict[str, Any]) -> Index:
     if record["kind"] not in KIND_CODES:
         raise ValueError(f"kind = {record['kind']!r}")
-    splits = {split: [_parse_info(info) for info in infos] for split, infos in record["splits"].items()}
-    files = [info.file for infos in splits.values() for info in infos]
-    if len(set(files)) < len(files):
-        raise ValueError("a shard is listed twice")
-    end_of_text, vocab_size = _count(record["end_of_text"]), _count(record["vocab_size"])
-    if not end_of_text < vocab_size <= 1 << 16:
-        raise ValueError(f"end_of_text = {end_of_text}, vocab_size = {vocab_size}")
-    return Index(record["kind"], str(record["tokenizer"]), end_of_text, vocab_size, splits, dict(record["notes"]))
+    if wrong := [name for name in record["splits"] if not SPLIT_NAME.fullmatch(name)]:
+        raise ValueError(f"a split is named {wrong[0]!r}")
+    splits = {split: parse_shards(infos, split=split) for split, infos in record["splits"].items()}
+    if not (isinstance(record["tokenizer"], str) and isinstance(record["notes"], dict)):
+        raise ValueError("tokenizer is not text, or notes are not an object")
+    tok = find_tokenizer(record["tokenizer"])
+    for name, own in (("end_of_text", tok.end_of_text), ("vocab_size", tok.size)):
+        if count(record[name]) != own:
+            raise ValueError(f"{name} = {record[name]}, but the tokenizer {tok.name!r} has {own}")
+    return Index(record["kind"], tok.name, tok.end_of_text, tok.size, splits, record["notes"])
 
 
-def _parse_info(info: dict[str, Any]) -> ShardInfo:
-    file = info["file"]
-    if not isinstance(file, str) or Path(file).name != file:
-        raise ValueError(f"file = {file!r} is not a plain name")
-    return ShardInfo(file, _count(info["n_tokens"]), _count(info["n_examples"]), _count(info["crc32"]))
+def parse_shards(infos: Any, *, split: str) -> list[ShardInfo]:
+    """What index and journal know of the shards of a split: their names follow from their order."""
+    if not isinstance(infos, list):
+        raise ValueError(f"the shards of {split!r} are not a list")
+    found = [
+        ShardInfo(str(info["file"]), count(info["n_tokens"]), count(info["n_examples"]), count(info["crc32"]))
+        for info in infos
+    ]
+    for number, info in enumerate(found):
+        if info.file != shard_name(split, number):
+            raise ValueError(f"shard {number} of {split!r} is {info.file!r} instead of {shard_name(split, number)!r}")
+    return found
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
+def count(value: Any) -> int:
+    """A whole number from 0 on that fits the header's fields."""
+    if type(value) is not int or not 0 <= value < 1 << 64:
         raise ValueError(f"{value!r} is not a count")
     return value
 
@@ -258,13 +296,20 @@ class Dataset:
         return max(shard.header.max_token for shard in self.shards)
 
 
+def has_split(folder: Path, split: str) -> bool:
+    """Whether there is something of this split in a prepared folder; a folder that is not one is an error."""
+    return bool(read_index(folder).splits.get(split))
+
+
 def open_dataset(folder: Path, *, split: str, verify: bool = True) -> Dataset:
-    """Without `verify` headers and sizes are still checked; only the pass over all bytes is left out."""
+    """Without `verify` headers, sizes and offsets are still checked; only the pass over all bytes is left out."""
     index = read_index(folder)
     infos = index.splits.get(split)
     if not infos:
         have = ", ".join(name for name, shards in index.splits.items() if shards) or "none"
-        raise ValueError(f"{folder} has no split {split!r} (it has: {have}): prepare it with one, or ask for another")
+        raise ValueError(
+            f"{short_name(folder)} has no split {split!r} (it has: {have}): prepare it with one, or ask for another"
+        )
     dataset = Dataset(folder, split, index, tuple(_open_shard(folder / info.file, info, index) for info in infos))
     if verify:
         with ThreadPoolExecutor(min(len(infos), os.cpu_count() or 1, 8)) as pool:
@@ -274,7 +319,10 @@ def open_dataset(folder: Path, *, split: str, verify: bool = True) -> Dataset:
 
 def _open_shard(path: Path, info: ShardInfo, index: Index) -> Shard:
     """Checks all that does not need every byte of the file."""
-    try:
+    with named(path, REMEDY):
+        if not path.is_file():  # a pipe would wait for a writer
+            what = "is not a file" if path.exists() or path.is_symlink() else "is missing"
+            raise ValueError(f"{path} {what}, though {INDEX} lists it: {REMEDY}")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             head = file.read(HEADER_BYTES)
@@ -285,12 +333,15 @@ def _open_shard(path: Path, info: ShardInfo, index: Index) -> Shard:
             if size != header.file_bytes:
                 raise ValueError(f"{path} has {size} bytes instead of {header.file_bytes}: {REMEDY}")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing, though {INDEX} lists it: {REMEDY}") from None
     shard = Shard(path, header, np.frombuffer(mapped, dtype=np.uint8)[HEADER_BYTES:])
-    if index.kind == "examples" and (shard.offsets[0] != 0 or shard.offsets[-1] != header.n_tokens):
+    if index.kind == "examples" and not _fits(shard.offsets, header.n_tokens):
         raise ValueError(f"{path} has altered bytes (its offsets do not fit its tokens): {REMEDY}")
     return shard
+
+
+def _fits(offsets: np.ndarray, n_tokens: int) -> bool:
+    """Examples follow one another from the first token to the last: none begins before its neighbour, or outside."""
+    return bool(offsets[0] == 0 and offsets[-1] == n_tokens and (offsets[1:] >= offsets[:-1]).all())
 
 
 def _parse_header(path: Path, head: bytes) -> Header:

@@ -18,9 +18,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from thoughtbubbles.data.records import FIELDS
+from thoughtbubbles.files import named, short_name
 
 CHUNK_BYTES = 1 << 20
 CHUNK_ROWS = 256
+LONGEST_LINE = 1 << 27  # bytes: what is longer is not a file of records, and would fill the memory
+PACKED_BYTES = 1 << 12  # unpacked at a time: 4 kB of zstd can be 128 MB of text
 
 TEXT = (".txt", ".md")
 PACKED = (".gz", ".xz", ".zst")
@@ -77,15 +80,16 @@ def find_inputs(sources: Sequence[str]) -> list[Input]:
 
 def _find(source: str) -> list[Input]:
     path = Path(source)
-    if path.is_dir():
-        return _find_in_folder(path)
-    if path.is_file():
-        if not path.name.endswith((*TEXT, *LINES, *PARQUET)):
-            raise ValueError(f"{path}: files of this kind are not read; give {_kinds()}")
-        return [Input(str(path), path, path.stat().st_size)]
+    with named(path, "give a file or folder that can be read"):
+        if path.is_dir():
+            return _find_in_folder(path)
+        if path.is_file():
+            if not path.name.endswith((*TEXT, *LINES, *PARQUET)):
+                raise ValueError(f"{short_name(path)}: files of this kind are not read; give {_kinds()}")
+            return [Input(str(path), path, path.stat().st_size)]
     if source in NAMED:
         return [Input(source, None, 0)]
-    raise ValueError(f"{source} is neither a file or folder here nor one of the names {', '.join(NAMED)}")
+    raise ValueError(f"{short_name(source)} is neither a file or folder here nor one of the names {', '.join(NAMED)}")
 
 
 def _find_in_folder(folder: Path) -> list[Input]:
@@ -96,7 +100,7 @@ def _find_in_folder(folder: Path) -> list[Input]:
         if found:
             found.sort(key=lambda p: p.relative_to(folder).parts)
             return [Input(str(p), p, p.stat().st_size) for p in found]
-    raise ValueError(f"{folder} has no file to read: give a folder with {_kinds()}")
+    raise ValueError(f"{short_name(folder)} has no file to read: give a folder with {_kinds()}")
 
 
 def _kinds() -> str:
@@ -136,9 +140,13 @@ def _read(found: Input, number: int, start: int) -> Iterator[Chunk]:
         else:
             yield from _read_parquet(found, path, number, start)
     except EOFError:
-        raise ValueError(f"{path} ends in the middle of its compressed data: copy or download it again") from None
-    except (OSError, zlib.error, lzma.LZMAError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): check the file, or copy it again") from None
+        raise ValueError(
+            f"{short_name(path)} ends in the middle of its compressed data: copy or download it again"
+        ) from None
+    except (OSError, zlib.error, lzma.LZMAError, MemoryError) as error:
+        raise ValueError(
+            f"{short_name(path)} cannot be read ({one_line(error)}): check the file, or copy it again"
+        ) from None
 
 
 def _read_lines(found: Input, path: Path, number: int, start: int) -> Iterator[Chunk]:
@@ -146,11 +154,15 @@ def _read_lines(found: Input, path: Path, number: int, start: int) -> Iterator[C
     with path.open("rb") as raw:
         stream = _unpacked(raw, path.suffix)
         while block := stream.read(CHUNK_BYTES):
-            block += stream.readline()
+            block += (rest := stream.readline(LONGEST_LINE))
             stop = line + block.count(b"\n") + (not block.endswith(b"\n"))
+            if len(rest) == LONGEST_LINE and not rest.endswith(b"\n"):
+                raise ValueError(
+                    f"{short_name(path)}, line {stop}: it is longer than {LONGEST_LINE:,} bytes: give one record a line"
+                )
             if stop > start:
-                rest = block if line >= start else block.split(b"\n", start - line)[-1]
-                yield Chunk(number, found.name, max(line, start), stop, "lines", rest, raw.tell())
+                lines = block if line >= start else block.split(b"\n", start - line)[-1]
+                yield Chunk(number, found.name, max(line, start), stop, "lines", lines, raw.tell())
             line = stop
 
 
@@ -169,23 +181,23 @@ class _Zstandard(io.RawIOBase):
         self._raw = raw
         self._new = extra("zstandard", "to read .zst files").ZstdDecompressor().decompressobj
         self._frame: Any = None  # none begun
-        self._packed, self._plain = b"", b""
+        self._packed, self._plain = b"", memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._plain:
-            self._packed = self._packed or self._raw.read(1 << 17)
+            self._packed = self._packed or self._raw.read(PACKED_BYTES)
             if not self._packed:
                 if self._frame is not None:
                     raise EOFError
                 return 0
             self._frame = self._frame or self._new()
             try:
-                self._plain = self._frame.decompress(self._packed)
+                self._plain = memoryview(self._frame.decompress(self._packed))
             except Exception as error:  # the package's own class is known only once it is installed
-                raise OSError(str(error)) from None
+                raise OSError(one_line(error)) from None
             self._packed = self._frame.unused_data if self._frame.eof else b""
             self._frame = None if self._frame.eof else self._frame
         n = min(len(buffer), len(self._plain))
@@ -212,8 +224,10 @@ def _read_parquet(found: Input, path: Path, number: int, start: int) -> Iterator
                     read = found.bytes * stop // max(sum(groups), 1)
                     yield Chunk(number, found.name, row, stop, "rows", _arrow_bytes(arrow, rows), read)
                 row = stop
-    except arrow.ArrowException as error:
-        raise OSError(" ".join(str(error).split())) from None
+            if row != file.metadata.num_rows:
+                raise OSError(f"it has {row} rows instead of {file.metadata.num_rows}")
+    except Exception as error:  # a damaged file can make the package raise anything
+        raise OSError(one_line(error)) from None
 
 
 def _arrow_bytes(arrow: Any, rows: Any) -> bytes:
@@ -246,9 +260,9 @@ def _read_named(name: str, number: int, start: int) -> Iterator[Chunk]:
             yield Chunk(number, name, stop - len(kept), stop, "records", kept, 0)
     except Exception as error:  # whatever the network and the libraries under `datasets` raise
         raise ValueError(
-            f"{name} cannot be read from Hugging Face ({type(error).__name__}: {_short(error)}): run the same command "
-            f"again to go on, or, for a machine without network, run elsewhere `{download_command(name)}` and give the "
-            "folder instead of the name"
+            f"{name} cannot be read from Hugging Face ({type(error).__name__}: {one_line(error)}): run the same "
+            f"command again to go on, or, for a machine without network, run elsewhere `{download_command(name)}` and "
+            "give the folder instead of the name"
         ) from error
 
 
@@ -259,8 +273,10 @@ def download_command(name: str) -> str:
     return f"hf download {named.repository} --repo-type dataset{include} --local-dir {name}"
 
 
-def _short(error: Exception) -> str:
-    text = " ".join(str(error).split())
+def one_line(error: Exception) -> str:
+    """What a package says, without the name of the file, which stands elsewhere in the line."""
+    strerror = error.strerror if isinstance(error, OSError) else None
+    text = " ".join(str(strerror or error).split()) or type(error).__name__
     return text if len(text) <= 160 else text[:159] + "…"
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from thoughtbubbles.data.shards import Index, ShardWriter, open_dataset, read_index, write_index
 from thoughtbubbles.data.shuffle import GAMMA, key_of, mix64
 from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.files import named
 
 BYTES = tokenizer("bytes")
 SHARD_TOKENS = 16_000_000
@@ -106,8 +107,12 @@ def write_once(folder: Path, texts: Iterable[tuple[str, np.ndarray]], *, notes: 
     The folder is written under another name and renamed when complete. Of several processes the first to finish wins,
     and the others keep its folder.
     """
-    if _holds(folder, notes):
-        return
+    with named(folder, "give another folder"):
+        if not _holds(folder, notes):
+            _write(folder, texts, notes)
+
+
+def _write(folder: Path, texts: Iterable[tuple[str, np.ndarray]], notes: dict[str, Any]) -> None:
     temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     try:
         writers = {s: ShardWriter(temporary, s, kind="text", shard_tokens=SHARD_TOKENS) for s in ("train", "val")}

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from thoughtbubbles.files import write_atomically
+from thoughtbubbles.files import named, read_object, short_name, write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 NAME_FIELD = "thoughtbubbles_tokenizer"
@@ -118,11 +118,15 @@ class GPT2(Tokenizer):
 KINDS: dict[str, type[Bytes] | type[GPT2]] = {"gpt2": GPT2, "bytes": Bytes}
 
 
-@cache
 def tokenizer(name: str) -> Tokenizer:
     """A tokenizer by name, built once in each process."""
-    if name not in KINDS:
-        raise ValueError(f"tokenizer = {name!r}: choose from {', '.join(KINDS)}")
+    if not isinstance(name, str) or name not in KINDS:
+        raise ValueError(f"tokenizer = {short_name(repr(name))}: choose from {', '.join(KINDS)}")
+    return _build(name)
+
+
+@cache
+def _build(name: str) -> Tokenizer:
     return KINDS[name]()
 
 
@@ -156,8 +160,11 @@ def _split_long_white(text: str) -> list[str]:
     return [text[a:b] for a, b in pairwise(cuts)]
 
 
-def save_tokenizer(tok: Tokenizer, folder: Path) -> None:
-    """Writes the two files from which Hugging Face's AutoTokenizer makes the same ids, and `load_tokenizer` ours."""
+def save_tokenizer(tok: Tokenizer, folder: Path, *, max_length: int | None = None) -> None:
+    """Writes the two files from which Hugging Face's AutoTokenizer makes the same ids, and `load_tokenizer` ours.
+
+    max_length  the context length of the model beside it, to which Hugging Face truncates if asked
+    """
     vocabulary, merges, words = tok._hugging_face_model()
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": words}
     added = {"content": END_OF_TEXT, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
@@ -190,6 +197,7 @@ def save_tokenizer(tok: Tokenizer, folder: Path) -> None:
         "added_tokens_decoder": {str(tok.end_of_text): {**added, "special": True}},
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,  # a document that spells a special token means its letters
+        **({} if max_length is None else {"model_max_length": max_length}),
         NAME_FIELD: tok.name,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -198,11 +206,14 @@ def save_tokenizer(tok: Tokenizer, folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    path = folder / CONFIG
-    try:
-        name = json.loads(path.read_bytes())[NAME_FIELD]
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: give the folder of a model saved by Thoughtbubbles") from None
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} does not name one of our tokenizers in the field {NAME_FIELD!r}") from None
+    path, remedy = folder / CONFIG, "give the folder of a model saved by Thoughtbubbles"
+    with named(path, remedy):
+        if not path.exists() and not path.is_symlink():
+            raise ValueError(f"{short_name(path)} is missing: {remedy}")
+    name = read_object(path, remedy=remedy).get(NAME_FIELD)
+    if not isinstance(name, str) or name not in KINDS:
+        raise ValueError(
+            f"{short_name(path)} does not name one of our tokenizers in the field {NAME_FIELD!r} (it is "
+            f"{short_name(repr(name))}, the tokenizers are {', '.join(KINDS)}): {remedy}"
+        )
     return tokenizer(name)

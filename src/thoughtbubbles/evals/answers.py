@@ -2,21 +2,27 @@
 
     answers/TASK-1A2B3C4D.jsonl          the first line tells what was examined, and how; the name has its checksum
     answers/TASK-1A2B3C4D.rank-1.jsonl   of further ranks, each of which writes for itself
+    answers/TASK-1A2B3C4D.2.jsonl        of a second command that asks the same at the same time
 
 So answers to other questions, of another model or under other settings lie side by side and are never mixed. A line
-that was cut short is left out, and its document answered again.
+that was cut short or damaged is left out, and its document answered again.
 """
 
+import fcntl
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from thoughtbubbles.evals.marks import Answer
+from thoughtbubbles.files import parse_json, read_bytes, short_name
 
+REMEDY = "delete it; what it held is answered again"
 FIELDS = {"document", *(field.name for field in fields(Answer))}
 
 
@@ -26,12 +32,12 @@ class Answers:
     def __init__(self, folder: Path, task: str, about: Mapping[str, Any], *, rank: int = 0):
         self.folder, self.about = folder, json.dumps(about, sort_keys=True)
         self.name = f"{task}-{zlib.crc32(self.about.encode()):08x}"
-        self.path = folder / (f"{self.name}.jsonl" if rank == 0 else f"{self.name}.rank-{rank}.jsonl")
+        self._own = self.name if rank == 0 else f"{self.name}.rank-{rank}"
         self.new: dict[int, Answer] = {}  # what this rank has added
 
     def read(self) -> dict[int, Answer]:
         """What all ranks have left, by the numbers of the documents."""
-        return {number: answer for path in self._files() for number, answer in _read(path).items()}
+        return {number: answer for path in self._files() for number, answer in self._read(path).items()}
 
     def forget(self) -> None:
         """Deletes what there is."""
@@ -40,12 +46,30 @@ class Answers:
 
     def __enter__(self) -> "Answers":
         self.folder.mkdir(parents=True, exist_ok=True)
-        kept = self.path.read_bytes() if self.path.exists() else b""
-        self._file = self.path.open("a", encoding="utf-8", buffering=1)  # a line is on disk when it is written
-        self._file.truncate(whole := kept.rfind(b"\n") + 1)  # without a line that was cut short
+        self._file = self._take()
+        kept = read_bytes(Path(self._file.name), remedy=REMEDY)
+        is_ours = kept.partition(b"\n")[0] == self.about.encode()
+        self._file.truncate(whole := kept.rfind(b"\n") + 1 if is_ours else 0)  # without a line that was cut short
         if not whole:
             self._file.write(self.about + "\n")
         return self
+
+    def _take(self) -> TextIO:
+        """The first file that no other process is writing to."""
+        for number in count(1):
+            path = self.folder / (f"{self._own}.jsonl" if number == 1 else f"{self._own}.{number}.jsonl")
+            if path.exists() and not path.is_file():  # a pipe would wait for a reader
+                raise ValueError(f"{short_name(path)} is not a file: {REMEDY}")
+            file = path.open("a", encoding="utf-8", buffering=1)  # a line is on disk when it is written
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                continue
+            except OSError:  # a file system without locks
+                pass
+            return file
+        raise AssertionError
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -57,21 +81,42 @@ class Answers:
         self._file.write(json.dumps({"document": number, **asdict(answer)}) + "\n")
 
     def _files(self) -> list[Path]:
-        return sorted([*self.folder.glob(f"{self.name}.jsonl"), *self.folder.glob(f"{self.name}.rank-*.jsonl")])
+        return sorted([*self.folder.glob(f"{self.name}.jsonl"), *self.folder.glob(f"{self.name}.*.jsonl")])
+
+    def _read(self, path: Path) -> dict[int, Answer]:
+        first, *lines = read_bytes(path, remedy=REMEDY).splitlines(keepends=True) or [b""]
+        if first.rstrip(b"\n") != self.about.encode():  # whoever wrote it was asked something else
+            return {}
+        return dict(answer for line in lines if line.endswith(b"\n") and (answer := _answer(line)) is not None)
 
 
-def _read(path: Path) -> dict[int, Answer]:
-    found: dict[int, Answer] = {}
-    for line in path.read_bytes().splitlines(keepends=True)[1:]:
-        record = _parsed(line)
-        if line.endswith(b"\n") and isinstance(record, dict) and record.keys() == FIELDS:
-            number = record.pop("document")
-            found[number] = Answer(**record)
-    return found
-
-
-def _parsed(line: bytes) -> Any:
+def _answer(line: bytes) -> tuple[int, Answer] | None:
+    """Number and answer of one line; None if anything in it is not what was written."""
     try:
-        return json.loads(line)
+        record = parse_json(line, where="", remedy="")
     except ValueError:
         return None
+    if not isinstance(record, dict) or record.keys() != FIELDS:
+        return None
+    is_good = (
+        _is_count(record["document"])
+        and _is_count(record["truncated"])
+        and isinstance(record["scores"], dict)
+        and all(map(_is_finite, record["scores"].values()))
+        and isinstance(record["groups"], dict)
+        and all(isinstance(group, str) for group in record["groups"].values())
+        and isinstance(record["log_probs"], list)
+        and all(map(_is_finite, record["log_probs"]))
+        and isinstance(record["tokens"], list)
+        and all(map(_is_count, record["tokens"]))
+        and isinstance(record["text"], str | None)
+    )
+    return (record.pop("document"), Answer(**record)) if is_good else None
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 60

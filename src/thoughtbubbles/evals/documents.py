@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from thoughtbubbles.evals.tasks.task import Choices, Question, Task
+from thoughtbubbles.files import named, short_name
 
 VARIABLE = "THOUGHTBUBBLES_DATA"
 OPENERS: dict[str, Callable[..., Any]] = {".jsonl": open, ".jsonl.gz": gzip.open, ".jsonl.xz": lzma.open}
+LINE_BYTES = 1 << 24  # of a line at most: a small file may unpack to one that fills the memory
 
 
 class Exam(NamedTuple):
@@ -27,15 +29,17 @@ class Exam(NamedTuple):
 
 def data_folder(given: Path | None) -> Path:
     """`--data-dir`, or what the environment says."""
-    named = os.environ.get(VARIABLE) if given is None else str(given)
-    if not named:
+    given_name = os.environ.get(VARIABLE) if given is None else str(given)
+    if not given_name:
         raise ValueError(
             f"--data-dir is missing: give the folder with the exams, files such as hellaswag.validation.jsonl.gz, or "
             f"name it in the environment as {VARIABLE}"
         )
-    folder = Path(named)
-    if not folder.is_dir():
-        raise ValueError(f"--data-dir {folder}: there is no such folder")
+    folder = Path(given_name)
+    with named(f"--data-dir {short_name(folder)}", "give the folder with the exams"):
+        if not folder.is_dir():
+            missing = "is not a folder: give the one" if folder.exists() else "there is no such folder: give the one"
+            raise ValueError(f"--data-dir {short_name(folder)}: {missing} with the exams")
     return folder
 
 
@@ -51,11 +55,12 @@ def open_exam(task: Task, folder: Path, *, limit: int | None = None) -> Exam:
 
 def find_files(task: Task, folder: Path) -> list[Path]:
     for place in (folder, folder / "eval"):
-        by_name = {
-            path.name.removesuffix(suffix): path
-            for suffix in sorted(OPENERS, key=len, reverse=True)  # the last one counts: that which is not packed
-            for path in place.glob(task.file + suffix)
-        }
+        with named(place, "give another folder with --data-dir"):
+            by_name = {
+                path.name.removesuffix(suffix): path
+                for suffix in sorted(OPENERS, key=len, reverse=True)  # the last one counts: that which is not packed
+                for path in place.glob(task.file + suffix)
+            }
         if by_name:
             return [by_name[name] for name in sorted(by_name)]
     one = task.file.replace("*", "NAME")
@@ -73,6 +78,8 @@ def _read(task: Task, path: Path) -> Iterator[Choices | Question]:
             raise ValueError(f"{path}, line {number}: the field {error} is missing; a line has {task.fields}") from None
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
+        except RecursionError:
+            raise ValueError(f"{path}, line {number}: a field is nested too deeply") from None
         if document is not None:
             yield document
 
@@ -80,21 +87,29 @@ def _read(task: Task, path: Path) -> Iterator[Choices | Question]:
 def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file of JSON lines, with the number of each line."""
     suffix = max((suffix for suffix in OPENERS if path.name.endswith(suffix)), key=len)
+    with named(path, "fetch it again"):
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{short_name(path)} is not a file: put a file of JSON lines there")
     number = 0
     try:
         with OPENERS[suffix](path, "rb") as lines:
-            for line in lines:
+            while line := lines.readline(LINE_BYTES):
                 number += 1
                 if line.strip():
                     yield number, _object(line)
     except ValueError as error:  # of JSON and of UTF-8
         raise ValueError(f"{path}, line {number}: {error}; there must be one JSON object a line") from None
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+    except (OSError, EOFError, MemoryError, lzma.LZMAError, zlib.error) as error:
         raise ValueError(f"{path}, behind line {number}: cannot be unpacked ({error}); fetch it again") from None
 
 
 def _object(line: bytes) -> dict[str, Any]:
-    record = json.loads(line.decode())
+    if len(line) == LINE_BYTES:
+        raise ValueError(f"it has {LINE_BYTES:,} bytes or more")
+    try:
+        record = json.loads(line.decode())
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__}, not an object")
     return record

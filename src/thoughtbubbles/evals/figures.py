@@ -1,10 +1,14 @@
 """Figures of evaluations, each drawn from its results.json and from nothing else."""
 
-import json
+from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from thoughtbubbles.evals.budgets import PERCENT, shown_series
+from thoughtbubbles.files import read_object
 
 COLOURS = ("tab:red", "tab:orange", "tab:green")
 PARALLEL = "tab:blue"
@@ -19,7 +23,7 @@ def draw_perplexity(results: Path) -> Path | None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    found = json.loads(results.read_text())["tasks"]["perplexity"]
+    found = read_object(results)["tasks"]["perplexity"]
     blockwise, *others = found["ways"].values()
     bins = _bins([window["perplexity"] for way in found["ways"].values() for window in way["windows"]])
     size = (4.2 * max(len(others), 1.4), 3.6)
@@ -63,7 +67,7 @@ def draw_exams(results: Path) -> list[Path]:
     except ImportError:
         return []
     matplotlib.use("Agg")
-    found = json.loads(results.read_text())["tasks"]
+    found = read_object(results)["tasks"]
     exams = {name: exam for name, exam in found.items() if "accuracy" in exam}
     drawn = [_draw_bars(results.with_name("exams.png"), {exam["title"]: exam for exam in exams.values()}, "")]
     for name, exam in exams.items():
@@ -100,3 +104,69 @@ def _draw_bars(path: Path, rows: dict[str, Any], title: str) -> Path:
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path
+
+
+def draw_budgets(results: Path) -> Path | None:
+    """The thinking dial: loss and accuracy over the budget, a panel for each; None where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = read_object(results)
+    is_causal, paired = found["selection"] != "block", found["budgets"]
+    panels = [
+        (name, task["title"], shown_series(task, is_causal=is_causal))
+        for name, task in paired["tasks"].items()
+        if name == "perplexity"
+    ]
+    panels += [
+        (name, task["title"], {"accuracy": task["series"]["accuracy"]})
+        for name, task in paired["tasks"].items()
+        if name != "perplexity"
+    ]
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(max(4.8, 3.9 * columns), 3.3 * lines + 0.3), squeeze=False)
+    for panel in axes.flat[len(panels) :]:
+        panel.set_axis_off()
+    for panel, (name, title, series) in zip(axes.flat, panels, strict=False):
+        for place, (each, colour) in enumerate(zip(series.values(), (PARALLEL, *COLOURS), strict=False)):
+            _dial(panel, each, colour, label=each["title"] if name == "perplexity" else None, with_own=place == 0)
+        panel.set_title(title, fontsize=10)
+        panel.set_xlabel("budget: streams per token", fontsize=9)
+        panel.set_ylabel("accuracy (%)" if name != "perplexity" else "nats per token", fontsize=9)
+        panel.grid(alpha=0.3)
+        if name != "perplexity" and (chance := found["tasks"][name]["chance"]) is not None:
+            panel.axhline(100 * chance, color="tab:red", linewidth=0.9, linestyle=":", label="chance")
+        if name != "perplexity":  # nothing that changes is not made to look like something
+            low, high = panel.get_ylim()
+            panel.set_ylim(min(low, (low + high) / 2 - 2.5), max(high, (low + high) / 2 + 2.5))
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(fontsize=8)
+    figure.supxlabel(
+        f"bars with caps: standard error of the change from r = {paired['reference']}, paired\n"
+        "wide pale bars: standard error of the mean",
+        fontsize=8,
+    )
+    figure.tight_layout()
+    path = results.with_name("budgets.png")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
+def _dial(panel: Any, series: Mapping[str, Any], colour: str, *, label: str | None, with_own: bool) -> None:
+    """Each mean with two errors: pale its own, most of which all budgets share, and dark that of its change."""
+    factor = 100 if series["unit"] == PERCENT else 1
+    rows = sorted(series["rows"], key=lambda row: Fraction(row["budget"]))
+    places = [float(Fraction(row["budget"])) for row in rows]
+    means = [factor * row["mean"] for row in rows]
+    own = [factor * (row["standard_error"] or 0) for row in rows]
+    change = [factor * ((row["difference"] or {}).get("standard_error") or 0) for row in rows]
+    if with_own:
+        panel.errorbar(places, means, yerr=own, fmt="none", ecolor=colour, elinewidth=5, alpha=0.2)
+    panel.errorbar(places, means, yerr=change, color=colour, marker="o", markersize=4, capsize=4, label=label)
+    panel.set_xticks(places, [row["budget"] for row in rows])

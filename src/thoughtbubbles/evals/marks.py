@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thoughtbubbles.evals.likelihood import Likelihood
-from thoughtbubbles.evals.tasks.task import Choices, Task
+from thoughtbubbles.evals.tasks.task import Choices, Question, Task
+
+WAYS = {"accuracy", "accuracy_sum", "accuracy_character", "accuracy_byte"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,17 @@ def scores(document: Choices, found: Sequence[Likelihood]) -> dict[str, float]:
         "accuracy_byte": [len(text.encode()) for text in bare],
     }
     return {way: float(_best(sums, sizes) == document.gold) for way, sizes in ways.items()}
+
+
+def fits(document: Choices | Question, answer: Answer) -> bool:
+    """Whether an answer that was read can be one to this document."""
+    if answer.groups != document.groups:
+        return False
+    if isinstance(document, Question):
+        return answer.scores.keys() == {"accuracy"} and answer.text is not None
+    n = len(document.choices)
+    ways = {"accuracy", "nats"} if n == 1 else WAYS
+    return len(answer.log_probs) == len(answer.tokens) == n and 0 not in answer.tokens and answer.scores.keys() == ways
 
 
 def _best(sums: Sequence[float], sizes: Sequence[int]) -> int:

@@ -36,6 +36,9 @@ class Progress:
     ) -> None:
         self._bars.stop()
 
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False)
+
     def begin(self, title: str) -> Report:
         """Begins a part; what is returned is told the share of it that is done."""
         task = self._bars.add_task(title, total=1.0)

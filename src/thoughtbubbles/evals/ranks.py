@@ -1,10 +1,15 @@
 """Several processes that sit an exam together: each takes its share of the documents, and all see all answers."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from thoughtbubbles.files import reason, short_name
+
 Value = TypeVar("Value")
+TROUBLE = (ValueError, OSError, MemoryError, torch.OutOfMemoryError)  # of files, settings and sizes; no other error is
 
 
 class Ranks(NamedTuple):
@@ -23,3 +28,26 @@ class Ranks(NamedTuple):
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
+
+    def agree(self, work: Callable[[], Value]) -> Value:
+        """What `work` returns here; trouble on any rank is the same ValueError on all of them, so nobody waits."""
+        found: list[Value] = []
+        trouble = None
+        try:
+            found.append(work())
+        except TROUBLE as error:
+            trouble = in_words(error)
+        first = next((wrong for wrong in self.gather(trouble) if wrong is not None), None)
+        if first is not None:
+            raise ValueError(first)
+        return found[0]
+
+
+def in_words(error: BaseException) -> str:
+    """One line."""
+    if isinstance(error, OSError):
+        where = f"{short_name(error.filename)}: " if error.filename else ""
+        return f"{where}{reason(error)}"
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return "out of memory: give smaller batches (--batch, --batch-tokens, --answers-at-once)"
+    return str(error)

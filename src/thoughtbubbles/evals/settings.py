@@ -12,6 +12,7 @@ from thoughtbubbles.evals.tasks import TASKS
 NAMES = ("perplexity", *TASKS)
 ZERO_SHOT = ("lambada", "hellaswag", "blimp", "piqa", "arc_easy", "arc_challenge")
 SUITES = {"all": NAMES, "zero-shot": ZERO_SHOT}
+MOST = 10**9  # of anything that is counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,9 @@ class Evaluation:
 
     Every answer of an exam is kept at once: a command that was killed goes on where it was when it is given again
     (perplexity begins anew). Under torchrun the ranks share the work.
+
+    A task that cannot run (its file is missing or damaged, a choice is longer than the model's block) is reported with
+    its reason, the others run, and the exit status is 1.
     """
 
     checkpoint: Path
@@ -49,8 +53,9 @@ class Evaluation:
     """For perplexity: windows to score, spread evenly over the split; all, if there are fewer."""
     tokens: int | None = None
     """For perplexity: tokens of a window; the model's block size by default."""
-    budget: Annotated[str | None, tyro.conf.arg(metavar="R")] = None
-    """Streams per token in place of the model's own, such as 2, 1.5 or 4/3."""
+    budget: Annotated[tuple[str, ...], tyro.conf.arg(metavar="R [R …]")] = ()
+    """Streams per token in place of the model's own, such as 2, 1.5 or 4/3. Several, as in --budget 1 1.5 2 4, are
+    compared with the first one, on the same tokens and documents: one table and one figure with paired errors."""
     batch: int = 8
     """For perplexity: windows at a time."""
     batch_tokens: int | None = None
@@ -73,7 +78,9 @@ class Evaluation:
     """Through lm-evaluation-harness (pip install 'thoughtbubbles[eval]'), with its tasks, prompts and scores; --tasks
     then takes its names."""
     out: Path | None = None
-    """Where results.json, the answers and the figures go; CHECKPOINT/eval-TASK by default."""
+    """Where results.json, the answers and the figures go. By default a folder for each combination of settings in
+    RUN/eval/step-N, or in eval in a model folder, so that no evaluation replaces another one; answers are shared there.
+    What another evaluation has left in the folder given here is moved into a folder of its own."""
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -82,9 +89,16 @@ class Evaluation:
             for task in self.tasks:
                 _check_name(task)
         for name in ("limit", "windows", "tokens", "batch", "batch_tokens", "answers_at_once"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: give 1 or more")
+            _check_number(name, getattr(self, name))
+        if not isinstance(self.budget, tuple) or not all(isinstance(budget, str) for budget in self.budget):
+            raise ValueError(f"budget = {self.budget!r}: give a tuple of texts, such as ('1', '1.5')")
+        if self.harness and len(self.budget) > 1:
+            raise ValueError(f"--budget {' '.join(self.budget)}: with --harness give one, or leave out --harness")
+        if "perplexity" in self.names and self.data is None and not self.harness:
+            raise ValueError(
+                "--data is missing: perplexity needs held-out text; give a folder that `thoughtbubbles prepare` wrote, "
+                "or RUN/data/synthetic of a tiny run"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,13 +108,18 @@ class Evaluation:
             named = [name for name in named if name != "perplexity"]
         return tuple(dict.fromkeys(named))
 
-    @property
-    def folder(self) -> Path:
-        return self.checkpoint / f"eval-{'-'.join(self.tasks)}" if self.out is None else self.out
-
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+
+
+def _check_number(name: str, value: object) -> None:
+    if value is None and name in ("limit", "tokens", "batch_tokens"):
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+        is_long = isinstance(value, int) and abs(value) >= 10**30  # Python writes no number of very many digits
+        shown = "of very many digits" if is_long else repr(value)[:60]
+        raise ValueError(f"--{name.replace('_', '-')} {shown}: give a whole number from 1 to {MOST:,}")
 
 
 def _check_name(task: str) -> None:

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thoughtbubbles.evals.figures import draw_exams, draw_perplexity
+from thoughtbubbles.evals.budgets import budget_remarks, budget_table
+from thoughtbubbles.evals.figures import draw_budgets, draw_exams, draw_perplexity
 from thoughtbubbles.evals.perplexity import remarks, table_of
 
 FEW = 12  # groups that a table shows one by one
@@ -22,7 +23,15 @@ def show(results: dict[str, Any], path: Path) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     exams = {name: found for name, found in results["tasks"].items() if name != "perplexity"}
     drawn = []
-    if "perplexity" in results["tasks"]:
+    if "budgets" in results:
+        is_causal = results["selection"] != "block"
+        title = f"{results['selection']} selection, proportional budget"
+        console.print(budget_table(results["budgets"], title=title, is_causal=is_causal))
+        for line in budget_remarks(results["budgets"]):
+            console.print(line, soft_wrap=True)
+        drawn.append(draw_budgets(path))
+        exams = {}
+    elif "perplexity" in results["tasks"]:
         console.print(table_of(results["tasks"]["perplexity"], title=rule))
         for line in remarks(results["tasks"]["perplexity"]):
             console.print(line, soft_wrap=True)
@@ -32,9 +41,20 @@ def show(results: dict[str, Any], path: Path) -> None:
         for line in exam_remarks(exams):
             console.print(line, soft_wrap=True, markup=False)
         drawn += draw_exams(path)
+    if results["failed"]:
+        console.print(failed_table(results["failed"]))
     figures = [str(figure) for figure in drawn if figure]
     named = f" and {', '.join(figures)}" if figures else "; for figures, pip install 'thoughtbubbles[analysis]'"
     console.print(f"Written: {path}{named}", soft_wrap=True, markup=False)
+
+
+def failed_table(failed: dict[str, str]) -> Table:
+    table = Table(title="could not run")
+    table.add_column("task")
+    table.add_column("why", overflow="fold")
+    for name, why in failed.items():
+        table.add_row(name, Text(why))  # as text: a file's name may have brackets
+    return table
 
 
 def exam_table(exams: dict[str, Any], *, title: str) -> Table:

@@ -1,5 +1,6 @@
 """What perplexity is measured on: windows of held-out text as training has them."""
 
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -9,17 +10,17 @@ from thoughtbubbles.data.loader import HeldOut, Source
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.evals.autoregressive import Windows
 from thoughtbubbles.evals.settings import Evaluation
+from thoughtbubbles.files import named, short_name
 from thoughtbubbles.model.config import ModelConfig
 
 
 def windows_for(settings: Evaluation, config: ModelConfig, tokenizer: Tokenizer) -> Windows:
     """Evenly spread over the split."""
+    check_tokens(settings, config)
+    assert settings.data is not None
+    _check_folder(settings.data)
     n_tokens = config.block_size if settings.tokens is None else settings.tokens
-    if n_tokens > config.block_size:
-        raise ValueError(
-            f"--tokens {n_tokens}: the model reads at most block_size = {config.block_size} tokens; give no more"
-        )
-    source = Source(_data_folder(settings.data))
+    source = Source(settings.data)
     held_out = HeldOut([source], rows=1, n_tokens=n_tokens, split=settings.split)
     if held_out.tokenizer != tokenizer.name:
         raise ValueError(
@@ -42,17 +43,28 @@ def text_bytes(windows: Windows, tokenizer: Tokenizer) -> int:
     return sum(len(tokenizer.token_bytes(token)) for token in targets if token != tokenizer.end_of_text)
 
 
-def _data_folder(data: Path | None) -> Path:
-    if data is None:
+def checksum(windows: Windows) -> int:
+    """Of what is scored."""
+    value = 0
+    for part in windows:
+        value = zlib.crc32(part.contiguous().numpy().tobytes(), value)
+    return value
+
+
+def check_tokens(settings: Evaluation, config: ModelConfig) -> None:
+    if settings.tokens is not None and settings.tokens > config.block_size:
         raise ValueError(
-            "--data is missing: perplexity needs held-out text; give a folder that `thoughtbubbles prepare` wrote, or "
-            "RUN/data/synthetic of a tiny run"
+            f"--tokens {settings.tokens}: the model reads at most block_size = {config.block_size} tokens; give no more"
         )
-    if data.is_file():
+
+
+def _check_folder(data: Path) -> None:
+    with named(f"--data {short_name(data)}", "give a folder that `thoughtbubbles prepare` wrote"):
+        is_file = data.is_file()
+    if is_file:
         remedy = (
             f"give its folder, {data.parent}"
             if data.suffix == ".bin"
             else f"prepare it first: thoughtbubbles prepare {data} --out DIR, then --data DIR"
         )
         raise ValueError(f"--data {data} is a file: {remedy}")
-    return data

@@ -1,4 +1,4 @@
-"""The cache: what the tokens read so far leave behind for the next one, in storage of fixed size.
+"""The cache: what the tokens read so far leave behind for the next one, in storage for so many tokens (`grown`: more).
 
 With causal selection no decision is ever revised, so nothing here is ever recomputed: a token adds its streams and is
 done. The blocks between two fork layers work on the same streams and form a span; a row's streams lie in the order of
@@ -20,8 +20,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from thoughtbubbles.model.budget import Budget
-from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.budget import Budget, brief
+from thoughtbubbles.model.config import MOST, ModelConfig, is_whole
+from thoughtbubbles.model.inputs import whole_numbers
 from thoughtbubbles.model.selection import Rule
 from thoughtbubbles.model.streams import wide_dtype
 
@@ -52,19 +53,22 @@ class Cache(NamedTuple):
 
     def reorder(self, rows: Int[Tensor, "n"]) -> "Cache":
         """The given rows, in their order: to drop finished ones, repeat one for several samples, or follow beams."""
-        return self._map(lambda tensor, batch: tensor.index_select(batch, rows.to(tensor.device)))
+        wanted = f"a tensor of numbers of rows, from 0 to {self.rows - 1}"
+        rows = whole_numbers("rows", rows, wanted)
+        if rows.ndim != 1 or (rows.device.type == "cpu" and not all(0 <= row < self.rows for row in rows.tolist())):
+            raise ValueError(f"rows = {brief(rows)}: give {wanted}")
+        index = rows.to(self.n_tokens.device, torch.int64)
+        return self._map(lambda tensor, batch: tensor.index_select(batch, index))
 
     def clone(self) -> "Cache":
         return self._map(lambda tensor, _: tensor.clone())
 
     def crop(self, n_tokens: "int | Int[Tensor, 'B']") -> "Cache":
         """As it was when each row had at most so many tokens, at least one."""
-        wanted = torch.as_tensor(n_tokens, device=self.n_tokens.device)
-        if wanted.is_floating_point() or wanted.shape not in ((), (self.rows,)) or bool((wanted < 1).any()):
-            raise ValueError(
-                f"n_tokens = {n_tokens}: a row keeps at least its first token; "
-                "give a whole number of 1 or more, or one for each row"
-            )
+        right = "a whole number of 1 or more, or one for each row; a row keeps at least its first token"
+        wanted = whole_numbers("n_tokens", n_tokens, right).to(self.n_tokens.device)
+        if wanted.shape not in ((), (self.rows,)) or bool((wanted < 1).any()):
+            raise ValueError(f"n_tokens = {brief(n_tokens)}: give {right}")
         keep = torch.minimum(self.n_tokens, wanted)
         spans = []
         for span in self.spans:
@@ -75,6 +79,8 @@ class Cache(NamedTuple):
 
     def streams(self, n_tokens: int) -> Int[Tensor, "B T"]:
         """How many streams each of the first tokens has in the last span; 0 past a row's end."""
+        if not is_whole(n_tokens) or not 0 <= n_tokens <= MOST["block_size"]:
+            raise ValueError(f"n_tokens = {brief(n_tokens)}: give a whole number, such as {self.capacity}")
         last = self.spans[-1]
         slot = torch.arange(last.token.shape[1], device=last.token.device)
         token = torch.where(slot < last.used[:, None], last.token, n_tokens).clamp(max=n_tokens).long()
@@ -90,6 +96,38 @@ class Cache(NamedTuple):
         return len(shapes) == len(self.spans) and all(
             span.token.shape[1] > shape.slots for span, shape in zip(self.spans, shapes, strict=True)
         )
+
+    def fits(self, config: ModelConfig, weight: Tensor) -> bool:
+        """Whether it can be that of a model with this config and these weights, as far as shapes tell."""
+        starts = sorted({0, *config.fork_layers})
+        return (
+            self.capacity <= config.block_size
+            and len(self.spans) == len(starts)
+            and all(
+                span.key.shape[0] == end - start
+                and span.key.shape[2] == config.n_head
+                and span.key.shape[4] == config.head_size
+                and (span.level is not None) == (start in config.fork_layers)
+                and span.key.device == weight.device
+                and span.log_score.dtype == wide_dtype(weight.dtype)
+                for span, start, end in zip(self.spans, starts, [*starts[1:], config.n_layer], strict=True)
+            )
+        )
+
+    def grown(self, config: ModelConfig, capacity: int) -> "Cache":
+        """All that it holds, in new storage for `capacity` tokens a row; the slot that nobody reads stays behind."""
+        budget = Budget(tuple(self.numerator.tolist()), tuple(self.denominator.tolist()))
+        key = self.spans[0].key
+        fresh = new_cache(config, rows=self.rows, capacity=capacity, budget=budget, dtype=key.dtype, device=key.device)
+        spans = []
+        for now, room in zip(self.spans, fresh.spans, strict=True):
+            for name, slots in (("key", 3), ("value", 3), ("log_score", 1), ("token", 1), ("level", 1)):
+                kept, new = getattr(now, name), getattr(room, name)
+                if kept is not None:
+                    n = min(kept.shape[slots], new.shape[slots]) - 1
+                    new.narrow(slots, 0, n).copy_(kept.narrow(slots, 0, n))
+            spans.append(room._replace(used=now.used))
+        return self._replace(spans=tuple(spans), capacity=capacity)
 
     def memory(self) -> "CacheMemory":
         """What the storage takes, counted on the tensors themselves; `cache_memory` predicts it."""

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from thoughtbubbles.checkpoint import find_model, load_folder_tokenizer, load_model
 from thoughtbubbles.data.tokenizer import Tokenizer
-from thoughtbubbles.generate.requests import Completion, Method, Request, Token, exact_method, stream
+from thoughtbubbles.generate.requests import Completion, Method, Request, Token, budget_remark, exact_method, stream
 from thoughtbubbles.generate.show import Bubbles, Screen, bubble_sizes, colour, legend, shown
 from thoughtbubbles.model.config import BudgetMode
 from thoughtbubbles.model.inputs import rule_of
@@ -183,6 +183,8 @@ def write(
     screen, remarks = Screen(silent=as_json), Console(stderr=True, highlight=False, markup=False)
     if reader.is_approximate:
         remarks.print(APPROXIMATE, soft_wrap=True)
+    if request.budget is not None and (remark := budget_remark(reader.model.config, request.budget)):
+        remarks.print(remark, soft_wrap=True)
     written, bubbles = Written(), Bubbles(reader.tokenizer) if show_bubbles else None
     try:
         if bubbles is None:
@@ -282,11 +284,13 @@ def summary(reader: Reader, written: Written) -> str:
         "end": "the model ended the text",
         "length": full if len(reader.prompt) + count == block else f"--max-new {count} is reached",
     }
+    over = f"mean over the {count} token{'s' * (count > 1)} that predicted a new one"
+    if reader.budget is not None:
+        over += f", after the last fork layer; budget {reader.budget:g}, over prompt and text"
     parts = [
         f"{count} new token{'s' * (count > 1)}" + (f" at {written.rate:,.1f} tokens/s" if written.rate else ""),
         f"prompt of {len(reader.prompt)} read in {written.prefill:.3f} s",
-        f"{sum(written.streams) / count:.2f} streams a token"
-        + (f" (budget {reader.budget:g}, over prompt and text)" if reader.budget is not None else ""),
+        f"{sum(written.streams) / count:.2f} streams per token ({over})",
         reader.method,
         f"seed {reader.request.sampling.seed}",
         f"ended: {why[written.finish or '']}",

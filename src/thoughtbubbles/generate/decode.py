@@ -20,8 +20,8 @@ from thoughtbubbles.generate.cache import Cache, Span, budget_of_rows, new_cache
 from thoughtbubbles.model import head, inputs
 from thoughtbubbles.model.attention import PATHS, AttentionPath, Attenuation, attenuated, attenuation
 from thoughtbubbles.model.block import write
-from thoughtbubbles.model.budget import Budget, BudgetLike
-from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.budget import Budget, BudgetLike, brief
+from thoughtbubbles.model.config import ModelConfig, is_whole
 from thoughtbubbles.model.rope import Rotation, rotation
 from thoughtbubbles.model.selection import NextToken
 from thoughtbubbles.model.streams import Streams, find_bubbles, positions, take, wide, wide_dtype
@@ -65,7 +65,7 @@ def prefill(
 
     lengths   real tokens of each row, if rows are padded on the right
     budget    streams per token in place of the config's: a number, or one for each row
-    capacity  tokens that a row can ever hold, the model's block size by default
+    capacity  tokens that a row has room for, the model's block size by default; `Cache.grown` makes more room
     into      a cache whose storage is used again in place of new storage; what it held is gone
     """
     given = inputs.check(
@@ -80,10 +80,12 @@ def prefill(
         trace=False,
         training=False,
     )
+    if into is not None:
+        _check_cache("into", into, model)
     capacity = into.capacity if into is not None else model.config.block_size if capacity is None else capacity
-    if not ids.shape[1] <= capacity <= model.config.block_size:
+    if not is_whole(capacity) or not ids.shape[1] <= capacity <= model.config.block_size:
         raise ValueError(
-            f"capacity = {capacity}: give from {ids.shape[1]}, the tokens of the prompts, "
+            f"capacity = {brief(capacity)}: give from {ids.shape[1]}, the tokens of the prompts, "
             f"to block_size = {model.config.block_size}"
         )
     rows, weight, budgets = ids.shape[0], model.embedding.weight, given.rule.budget
@@ -134,11 +136,16 @@ def decode_step(
     model: Thoughtbubbles, cache: Cache, ids: Int[Tensor, "B"], *, active: Bool[Tensor, "B"] | None = None
 ) -> tuple[Prediction, Cache]:
     """Reads one more token of each row; rows that are not `active` are left as they are, and predict nonsense."""
-    if cache.rows == 0 or ids.shape != (cache.rows,) or ids.is_floating_point():
+    _check_cache("cache", cache, model)
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"ids is a {type(ids).__name__}: give a tensor of one id for each of {cache.rows} rows")
+    if cache.rows == 0 or ids.shape != (cache.rows,) or ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"ids of shape {tuple(ids.shape)} and {ids.dtype}: give one id for each of {cache.rows} rows")
     active = torch.ones_like(ids, dtype=torch.bool) if active is None else active
-    if active.shape != ids.shape or active.dtype != torch.bool:
-        raise ValueError(f"active of shape {tuple(active.shape)} and {active.dtype}: give True or False for each row")
+    if not isinstance(active, Tensor) or active.shape != ids.shape or active.dtype != torch.bool:
+        raise ValueError(f"active = {brief(active)}: give a tensor with True or False for each of {cache.rows} rows")
+    if not ids.device == active.device == cache.n_tokens.device:
+        raise ValueError(f"ids are on {ids.device}, active on {active.device}: the cache is on {cache.n_tokens.device}")
     wrong = active & ((ids < 0) | (ids >= model.config.vocab_size))
     if bool(wrong.any()):
         raise ValueError(
@@ -150,6 +157,16 @@ def decode_step(
             "positions past the block were never trained, so a row cannot slide on: stop, or begin a new one"
         )
     return advance(model, cache, torch.where(active, ids, 0), active)
+
+
+def _check_cache(name: str, cache: Cache, model: Thoughtbubbles) -> None:
+    if not isinstance(cache, Cache):
+        raise ValueError(f"{name} is a {type(cache).__name__}: give the Cache that prefill or a step returned")
+    if not cache.fits(model.config, model.embedding.weight):
+        raise ValueError(
+            f"{name} is not a cache of this model (other layers, heads, fork layers, dtype or device): "
+            "give the one that its own prefill returned"
+        )
 
 
 class View(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thoughtbubbles.generate.cache import Cache, new_cache
+from thoughtbubbles.generate.cache import Cache, cache_memory, new_cache
 from thoughtbubbles.generate.decode import Prediction, decode_step, prefill, recompute
 from thoughtbubbles.generate.graph import GraphStep
 from thoughtbubbles.model.budget import Budget, Number
@@ -31,18 +31,28 @@ class Decoder(Protocol):
         """Goes on with these rows only, in this order."""
 
 
+AT_FIRST = 1024  # tokens of a row that the cache has room for before it grows
+
+
 class Cached:
+    """`capacity` is the number of tokens that a row can come to have; storage for that many is made as they come."""
+
     def __init__(self, model: Thoughtbubbles, *, capacity: int):
         self.model, self.capacity = model, capacity
         self.cache: Cache | None = None
 
     def start(self, prompts: Sequence[Sequence[int]], budgets: Sequence[Number]) -> Prediction:
         ids, lengths = padded(prompts, device=self.model.embedding.weight.device)
-        prediction, self.cache = prefill(self.model, ids, lengths=lengths, budget=list(budgets), capacity=self.capacity)
+        self._longest = ids.shape[1]
+        room = min(self.capacity, max(AT_FIRST, 2 * self._longest))
+        prediction, self.cache = prefill(self.model, ids, lengths=lengths, budget=list(budgets), capacity=room)
         return prediction
 
     def step(self, ids: Tensor) -> Prediction:
         assert self.cache is not None
+        self._longest += 1  # or less, if the longest row was dropped; known without asking a GPU
+        if self.cache.capacity < min(self._longest, self.capacity):
+            self.cache = self.cache.grown(self.model.config, min(self.capacity, 2 * self.cache.capacity))
         prediction, self.cache = decode_step(self.model, self.cache, ids)
         return prediction
 
@@ -83,13 +93,11 @@ class Graphed:
         self.model = model
         exact = [Budget.of(budget) for budget in budgets]
         largest = Budget.of(max(Fraction(b.numerator[0], b.denominator[0]) for b in exact))
+        weight = model.embedding.weight
+        need = cache_memory(model.config, rows=rows, capacity=capacity, budget=largest, dtype=weight.dtype).total
+        check_fits(need, free=free_memory(weight.device), rows=rows, capacity=capacity)
         self.cache = new_cache(
-            model.config,
-            rows=rows,
-            capacity=capacity,
-            budget=largest,
-            dtype=model.embedding.weight.dtype,
-            device=model.embedding.weight.device,
+            model.config, rows=rows, capacity=capacity, budget=largest, dtype=weight.dtype, device=weight.device
         )
         most = largest.largest_floor(capacity)
         self._step = GraphStep(model, self.cache, most=1 if largest == Budget.of(1) else most)
@@ -120,6 +128,21 @@ class Graphed:
         self._rows = self._rows[rows]
         self._step.active.zero_()
         self._step.active[self._rows] = True
+
+
+def check_fits(need: int, *, free: int, rows: int, capacity: int) -> None:
+    if need > free:
+        raise ValueError(
+            f"compiled steps need the whole cache at once: {rows} rows of {capacity:,} tokens take {need / 2**30:,.1f} "
+            f"GiB, and {free / 2**30:,.1f} GiB are free. Ask for fewer new tokens (max_new), for fewer rows at a time, "
+            "or decode without compiling, where the cache grows as tokens come"
+        )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes: what the GPU has left, and what torch holds of it without using it."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def padded(prompts: Sequence[Sequence[int]], *, device: torch.device | str) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ for causal selection), or by recomputing all of every row (exact for any rule, a
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
@@ -20,8 +20,8 @@ from thoughtbubbles.generate.decode import Prediction
 from thoughtbubbles.generate.decoders import Cached, Decoder, Graphed, Recomputed
 from thoughtbubbles.generate.sample import Picked, Rows, Sampling, pick, uniform
 from thoughtbubbles.generate.text import TextStream
-from thoughtbubbles.model.budget import Budget, Number
-from thoughtbubbles.model.config import BudgetMode, ModelConfig
+from thoughtbubbles.model.budget import Budget, Number, brief
+from thoughtbubbles.model.config import BudgetMode, ModelConfig, is_whole
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 Finish = Literal["stop", "end", "length", "error"]
@@ -38,7 +38,7 @@ class Request:
     max_new: int | None = None
     """New tokens at most; None: until the row has block_size tokens."""
     budget: Number | None = None
-    """Streams per token, from 1 to what the fork layers allow; None: the model's own."""
+    """Streams per token, 1 or more (as many as the fork layers can make, or more: no limit); None: the model's own."""
     sampling: Sampling = field(default_factory=Sampling)
     """How tokens are drawn."""
     stop: tuple[str, ...] = ()
@@ -104,9 +104,13 @@ def generate(
     compiled     on a GPU: steps as CUDA graphs, many times faster after about twenty seconds of compiling
     finished     is told the number of each request and its completion as soon as that is whole
     """
-    if batch_size < 1 or on_error not in ("raise", "return"):
-        raise ValueError(f"batch_size = {batch_size}, on_error = {on_error!r}: give 1 or more; 'raise' or 'return'")
-    problems = [problem(model.config, request, tokenizer) for request in requests]
+    if not is_whole(batch_size) or batch_size < 1:
+        raise ValueError(f"batch_size = {brief(batch_size)}: give a whole number of 1 or more")
+    if not isinstance(on_error, str) or on_error not in ("raise", "return"):
+        raise ValueError(f"on_error = {brief(on_error)}: choose 'raise' or 'return'")
+    if not callable(finished):
+        raise ValueError(f"finished = {brief(finished)}: give a function of a number and a Completion")
+    problems = _problems(model.config, requests, tokenizer)
     if on_error == "raise":
         _refuse(problems)
     done = [Completion(finish="error" if wrong else None, error=wrong) for wrong in problems]
@@ -134,7 +138,7 @@ def stream(
     compiled: bool = False,
 ) -> Iterator[Token]:
     """The tokens of all requests as they come, all requests in one batch; a bad one is a ValueError at once."""
-    _refuse([problem(model.config, request, tokenizer) for request in requests])
+    _refuse(_problems(model.config, requests, tokenizer))
     if not requests:
         return iter(())
     rows = [Row(number, request, model.config, tokenizer) for number, request in enumerate(requests)]
@@ -147,8 +151,18 @@ def exact_method(config: ModelConfig) -> Method:
     return "cached" if config.is_causal else "recomputed"
 
 
+def _problems(config: ModelConfig, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[str | None]:
+    if not isinstance(requests, Sequence) or isinstance(requests, (str, bytes)):
+        raise ValueError(f"requests is a {type(requests).__name__}: give a list of Request")
+    if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+        raise ValueError(f"tokenizer = {brief(tokenizer)}: give a Tokenizer, such as data.tokenizer.tokenizer('gpt2')")
+    return [problem(config, request, tokenizer) for request in requests]
+
+
 def problem(config: ModelConfig, request: Request, tokenizer: Tokenizer | None) -> str | None:
     """What is wrong with a request, in words that say what to do."""
+    if wrong_kind := _kind_problem(request, _n_ids(config, tokenizer)):
+        return wrong_kind
     if tokenizer is None and (isinstance(request.prompt, str) or request.stop):
         return "text needs a tokenizer: pass tokenizer=, or give the prompt as ids and no stop strings"
     if tokenizer is not None and tokenizer.size > config.vocab_size:
@@ -156,20 +170,18 @@ def problem(config: ModelConfig, request: Request, tokenizer: Tokenizer | None) 
             f"the tokenizer {tokenizer.name!r} has {tokenizer.size} ids, the model {config.vocab_size}: "
             "use the one it was trained with"
         )
-    if wrong_kind := _kind_problem(request, _n_ids(config, tokenizer)):
-        return wrong_kind
     limit = config.block_size
     try:
         ids = _ids(request, tokenizer)
-    except TypeError:
-        return "the prompt is neither text nor whole numbers: give a string, or a list of ids"
+    except (TypeError, ValueError):
+        return f"prompt = {brief(request.prompt)} is neither text nor whole numbers: give a string, or a list of ids"
     if not ids:
         return "the prompt is empty: give at least one token, for example the tokenizer's end of text"
     if wrong := [i for i in ids if not 0 <= i < config.vocab_size]:
-        return f"the prompt has the id {wrong[0]}: the vocabulary has ids from 0 to {config.vocab_size - 1}"
-    if len(ids) + (request.max_new or 1) > limit:
+        return f"the prompt has the id {brief(wrong[0])}: the vocabulary has ids from 0 to {config.vocab_size - 1}"
+    if len(ids) + (new := request.max_new or 1) > limit:
         return (
-            f"a prompt of {len(ids)} and {request.max_new or 1} new tokens are more than block_size = {limit}, and "
+            f"a prompt of {len(ids)} and {brief(new)} new tokens are more than block_size = {limit}, and "
             "a row does not slide past it: "
             + (f"ask for at most {limit - len(ids)}" if len(ids) < limit else f"shorten the prompt to {limit - 1}")
         )
@@ -177,40 +189,41 @@ def problem(config: ModelConfig, request: Request, tokenizer: Tokenizer | None) 
 
 
 def _kind_problem(request: Request, n_ids: int) -> str | None:
+    if not isinstance(request, Request):
+        return f"a {type(request).__name__} is not a Request: give Request(prompt=…)"
     if not isinstance(request.stop, tuple) or not all(isinstance(text, str) and text for text in request.stop):
-        return f"stop = {request.stop!r}: give a tuple of texts, none of them empty"
+        return f"stop = {brief(request.stop)}: give a tuple of texts, none of them empty"
     ends = request.end_ids
-    if ends is not None and not (isinstance(ends, tuple) and all(_is_whole(token) for token in ends)):
-        return f"end_ids = {ends!r}: give a tuple of ids, or None for the tokenizer's end of text"
+    if ends is not None and not (isinstance(ends, tuple) and all(is_whole(token) for token in ends)):
+        return f"end_ids = {brief(ends)}: give a tuple of ids, or None for the tokenizer's end of text"
     if not isinstance(request.sampling, Sampling):
-        return f"sampling = {request.sampling!r}: give a Sampling"
-    if not _is_whole(request.top) or not 0 <= request.top <= n_ids:
-        return f"top = {request.top!r}: give a whole number from 0 to {n_ids}"
-    if request.max_new is not None and (not _is_whole(request.max_new) or request.max_new < 1):
-        return f"max_new = {request.max_new!r}: ask for 1 new token or more; leave it out for as many as fit"
+        return f"sampling = {brief(request.sampling)}: give a Sampling"
+    if not is_whole(request.top) or not 0 <= request.top <= n_ids:
+        return f"top = {brief(request.top)}: give a whole number from 0 to {n_ids}"
+    if request.max_new is not None and (not is_whole(request.max_new) or request.max_new < 1):
+        return f"max_new = {brief(request.max_new)}: ask for 1 new token or more; leave it out for as many as fit"
     return None
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def budget_problem(config: ModelConfig, budget: Number) -> str | None:
+    """What is wrong with one budget. One that is larger than it need be is not: `budget_remark` tells of it."""
+    if isinstance(budget, (list, tuple)):
+        return f"budget = {brief(budget)}: a request has one number"
     try:
-        exact = Budget.of(budget)
-        exact.check_range(config.block_size)
+        Budget.of(budget).check_range(config.block_size)
     except ValueError as error:
         return str(error)
-    if isinstance(budget, (list, tuple)):
-        return f"budget = {budget!r}: a request has one number"
-    if not config.fork_layers and exact != Budget.of(1):
-        return f"budget = {budget}: this model has no fork layers, so there is nothing to allow; leave budget out"
-    if not config.fork_layers:
-        return None
-    if exact.numerator[0] > config.max_bubble * exact.denominator[0]:
-        most, layers = config.max_bubble, len(config.fork_layers)
-        return f"budget = {budget}: {layers} fork layers allow at most {most} streams a token"
     return None
+
+
+def budget_remark(config: ModelConfig, budget: Number) -> str | None:
+    """What a person who asked for this budget should know: that it is no limit, because nothing reaches it."""
+    if not config.is_unlimited(budget) or Budget.of(budget) == Budget.of(config.max_bubble):
+        return None
+    if not config.fork_layers:
+        return f"budget = {budget}: this model has no fork layers, so a budget changes nothing"
+    layers = f"{len(config.fork_layers)} fork layer{'s' * (len(config.fork_layers) > 1)}"
+    return f"budget = {budget}: {layers} make at most {config.max_bubble} streams per token, so this is no limit"
 
 
 def _refuse(problems: Sequence[str | None]) -> None:
@@ -228,7 +241,12 @@ def _ids(request: Request, tokenizer: Tokenizer | None) -> list[int]:
     if isinstance(request.prompt, str):
         assert tokenizer is not None
         return tokenizer.encode(request.prompt)
-    return [operator.index(i) for i in request.prompt]
+    ids = request.prompt
+    if isinstance(ids, (bytes, bytearray, memoryview, Mapping, Set)) or not hasattr(ids, "__len__"):
+        raise TypeError(ids)  # a generator, too, which can be read once only
+    if any(isinstance(i, bool) for i in ids):
+        raise TypeError(ids)
+    return [operator.index(i) for i in ids]
 
 
 class Row:
@@ -270,10 +288,11 @@ def _decoder(
     compiled: bool,
 ) -> Decoder:
     config = model.config
-    if method is not None and method not in get_args(Method):
-        raise ValueError(f"method = {method!r}: choose one of {get_args(Method)}")
-    if budget_mode is not None and budget_mode not in get_args(BudgetMode):
-        raise ValueError(f"budget_mode = {budget_mode!r}: choose one of {get_args(BudgetMode)}")
+    for name, value, kind in (("method", method, Method), ("budget_mode", budget_mode, BudgetMode)):
+        if value is not None and (not isinstance(value, str) or value not in get_args(kind)):
+            raise ValueError(f"{name} = {brief(value)}: choose one of {get_args(kind)}")
+    if not isinstance(compiled, bool):
+        raise ValueError(f"compiled = {brief(compiled)}: give True or False")
     if (method or exact_method(config)) == "recomputed":
         if compiled:
             raise ValueError("compiling needs the cache: without it every prefix would be a new shape to compile for")

@@ -17,7 +17,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from thoughtbubbles.model.budget import brief
+from thoughtbubbles.model.config import is_number, is_whole
 from thoughtbubbles.model.streams import wide
+
+HOTTEST = 1e6  # temperature: still far from where −inf / temperature is no number in float32
+ALL = 2**31  # top-k: more tokens than any vocabulary has
+SEEDS = range(-(2**63), 2**64)  # those that torch takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,25 +44,30 @@ class Sampling:
     """The same seed draws the same text, whatever else is in the batch."""
 
     def __post_init__(self) -> None:
+        top_k, top_p, min_p, penalty = self.top_k, self.top_p, self.min_p, self.repetition_penalty
         for name, right, remedy in (
-            ("temperature", is_temperature(self.temperature), "give 0 (greedy) or 0.001 and up"),
+            ("temperature", is_temperature(self.temperature), "give 0 (greedy) or 0.001 to a million"),
             (
                 "top_k",
-                self.top_k is None or (isinstance(self.top_k, int) and self.top_k >= 1),
+                top_k is None or (is_whole(top_k) and top_k >= 1),
                 "give a whole number from 1 on; leave it out for all tokens",
             ),
-            ("top_p", 0 < self.top_p <= 1, "give a probability above 0 and up to 1 (all tokens)"),
-            ("min_p", 0 <= self.min_p <= 1, "give a share from 0 (all tokens) to 1"),
-            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "give from 0.01 to 100; 1 is none"),
-            ("seed", isinstance(self.seed, int), "give a whole number"),
+            ("top_p", is_number(top_p) and 0 < top_p <= 1, "give a probability above 0 and up to 1 (all tokens)"),
+            ("min_p", is_number(min_p) and 0 <= min_p <= 1, "give a share from 0 (all tokens) to 1"),
+            (
+                "repetition_penalty",
+                is_number(penalty) and 0.01 <= penalty <= 100,
+                "give from 0.01 to 100; 1 is none",
+            ),
+            ("seed", is_whole(self.seed) and self.seed in SEEDS, "give a whole number from -2^63 to 2^64 - 1"),
         ):
             if not right:
-                raise ValueError(f"{name} = {getattr(self, name)!r}: {remedy}")
+                raise ValueError(f"{name} = {brief(getattr(self, name))}: {remedy}")
 
 
-def is_temperature(value: int | float) -> bool:
-    """0, or large enough that dividing logits by it stays within float32."""
-    return value == 0 or 1e-3 <= value < math.inf
+def is_temperature(value: object) -> bool:
+    """0, or such that dividing logits by it stays within float32."""
+    return isinstance(value, (int, float)) and is_number(value) and (value == 0 or 1e-3 <= value <= HOTTEST)
 
 
 class Rows(NamedTuple):
@@ -77,7 +88,7 @@ class Rows(NamedTuple):
 
         temperature = torch.tensor([s.temperature or 1.0 for s in settings], dtype=torch.float64, device=device)
         greedy = [s.temperature == 0 for s in settings]
-        top_k = [s.top_k or 2**31 for s in settings]
+        top_k = [min(s.top_k or ALL, ALL) for s in settings]
         return cls(
             temperature=temperature[:, None],
             greedy=torch.tensor(greedy, device=device),

@@ -19,6 +19,7 @@ biases has none of them in its tree, and zeros here. What their code computes di
 `authors_compat`.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from fractions import Fraction
@@ -28,8 +29,9 @@ from typing import Any
 import torch
 
 from thoughtbubbles.checkpoint import misfits
+from thoughtbubbles.files import short_name
 from thoughtbubbles.interop.authors_files import CONFIG, GUIDE, Checkpoint, flatten, read_checkpoint
-from thoughtbubbles.model.config import BudgetMode, Merge, ModelConfig
+from thoughtbubbles.model.config import MOST, BudgetMode, Merge, ModelConfig, is_whole
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 MERGES: dict[str, Merge] = {"residual": "residual", "rightmost": "original"}  # their averaging methods
@@ -89,7 +91,7 @@ def import_model(
     for ours, parameter in model.state_dict().items():
         weights.setdefault(ours, torch.zeros(parameter.shape))  # a bias that they did not train
     model.load_state_dict({ours: weight.to(dtype) for ours, weight in weights.items()}, assign=True)
-    return model.requires_grad_(True)
+    return model.requires_grad_(True).eval()
 
 
 def parameter_names(config: ModelConfig, *, has_biases: bool = True) -> dict[str, str]:
@@ -103,7 +105,10 @@ def parameter_names(config: ModelConfig, *, has_biases: bool = True) -> dict[str
 
 
 def has_biases(checkpoint: Checkpoint) -> bool:
-    return bool(checkpoint.settings.get("bias", any(name.endswith("bias") for name in checkpoint.tensors)))
+    told = checkpoint.settings.get("bias")
+    if told is not None and not isinstance(told, bool):
+        raise ValueError(f"{checkpoint.name}: {CONFIG} says bias = {_shown(told)}: it is true or false")
+    return any(name.endswith("bias") for name in checkpoint.tensors) if told is None else told
 
 
 def check_tensors(checkpoint: Checkpoint, names: Mapping[str, str], model: Thoughtbubbles) -> None:
@@ -129,37 +134,56 @@ def find_config(
 ) -> ModelConfig:
     tensors, settings, name = checkpoint
     if "wte" not in tensors or tensors["wte"].ndim != 2:
-        shown = ", ".join(sorted(tensors)[:3]) or "nothing"
+        shown = ", ".join(sorted(tensors)[:3])[:200] or "nothing"
         raise ValueError(f"{name} has no table wte of shape (vocabulary, width), but {shown}: see {GUIDE}")
     vocab_size, width = tensors["wte"].shape
-    blocks = {part.split("/")[0] for part in tensors if part.startswith("blocks_")}
-    plan = ["fork" if f"blocks_{i}/forking_score/kernel" in tensors else "regular" for i in range(len(blocks))]
-    plan = settings.get("plan", plan)
+    plan = find_plan(checkpoint)
     for key, found in (("vocab_size", vocab_size), ("n_embd", width)):
         if settings.get(key, found) != found:
-            raise ValueError(f"{name}: {CONFIG} says {key} = {settings[key]}, but wte has {found}")
+            raise ValueError(f"{name}: {CONFIG} says {key} = {_shown(settings[key])}, but wte has {found}")
     n_head = _told(heads, settings.get("n_head"), f"{name}: the number of attention heads", "--heads")
     n_tokens = _told(block_size, settings.get("block_size"), f"{name}: the tokens of a row", "--block-size")
-    streams = settings.get("max_block_size")
+    streams = _whole(settings.get("max_block_size"), f"{name}: {CONFIG} says max_block_size")
     known = None if streams is None else budget_for(streams, block_size=n_tokens)
     if "fork" not in plan:
         known = budget = 2  # it has no say
     method = settings.get("averaging_method", "residual")
-    if method not in MERGES:
-        raise ValueError(f"{name}: averaging_method = {method!r} is in no JAX code of theirs; known: {tuple(MERGES)}")
-    return ModelConfig(
-        n_layer=len(plan),
-        n_head=n_head,
-        width=width,
-        vocab_size=vocab_size,
-        block_size=n_tokens,
-        fork_layers=tuple(i for i, kind in enumerate(plan) if kind == "fork"),
-        budget=_told(budget, known, f"{name}: the streams per token", "--budget"),
-        budget_mode=budget_mode,
-        selection="block",
-        merge=MERGES[method],
-        authors_compat=True,
-    )
+    if not isinstance(method, str) or method not in MERGES:
+        raise ValueError(
+            f"{name}: averaging_method = {_shown(method)} is in no JAX code of theirs; known: {tuple(MERGES)}"
+        )
+    try:
+        return ModelConfig(
+            n_layer=len(plan),
+            n_head=n_head,
+            width=width,
+            vocab_size=vocab_size,
+            block_size=n_tokens,
+            fork_layers=tuple(i for i, kind in enumerate(plan) if kind == "fork"),
+            budget=_told(budget, known, f"{name}: the streams per token", "--budget", most=None),
+            budget_mode=budget_mode,
+            selection="block",
+            merge=MERGES[method],
+            authors_compat=True,
+        )
+    except ValueError as error:
+        told = str(error)
+        raise ValueError(told if told.startswith(name) else f"{name} cannot be imported: {told}") from None
+
+
+def find_plan(checkpoint: Checkpoint) -> list[str]:
+    """One word a block, `fork` where it has a fork layer."""
+    tensors, settings, name = checkpoint
+    n_blocks = len({part.split("/")[0] for part in tensors if part.startswith("blocks_")})
+    found = ["fork" if f"blocks_{i}/forking_score/kernel" in tensors else "regular" for i in range(n_blocks)]
+    told = settings.get("plan")
+    if told is None:
+        return found
+    if not isinstance(told, list) or not all(isinstance(word, str) for word in told):
+        raise ValueError(f"{name}: {CONFIG} says plan = {_shown(told)}: it is a list with one word for each block")
+    if len(told) != n_blocks:
+        raise ValueError(f"{name}: {CONFIG} has a plan of {len(told)} blocks, but there are arrays of {n_blocks}")
+    return told
 
 
 def budget_for(streams: int, *, block_size: int) -> int | float:
@@ -172,9 +196,23 @@ def budget_for(streams: int, *, block_size: int) -> int | float:
     return ratio
 
 
-def _told(given: Any, known: Any, what: str, option: str) -> Any:
+def _told(given: Any, known: Any, what: str, option: str, *, most: int | None = MOST["block_size"]) -> Any:
+    """What the caller or their config says; a whole number up to `most`, if there is one."""
     if given is None and known is None:
         raise ValueError(f"{what}: neither the arrays nor a {CONFIG} tell it; give {option}")
+    if most is not None:
+        known, given = _whole(known, f"{what}: {CONFIG} says", most), _whole(given, f"{what}: {option}", most)
     if given is not None and known is not None and given != known:
         raise ValueError(f"{what}: {option} {given}, but {CONFIG} says {known}; leave the option out")
     return known if given is None else given
+
+
+def _whole(value: Any, what: str, most: int = 2**40) -> int | None:
+    if value is None or (is_whole(value) and 1 <= value <= most):
+        found: int | None = value
+        return found
+    raise ValueError(f"{what} {_shown(value)}: it is a whole number from 1 to {most:,}")
+
+
+def _shown(value: Any) -> str:
+    return short_name(json.dumps(value, default=repr))

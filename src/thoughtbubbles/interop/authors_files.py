@@ -7,21 +7,28 @@
 Orbax needs JAX. It is imported only where its folder is to be read; the guide has the few lines that make a plain file.
 """
 
-import json
+import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile
+from zipfile import ZipFile, ZipInfo
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor
+
+from thoughtbubbles.checkpoint import DTYPES
+from thoughtbubbles.files import named, read_object, short_name
 
 CONFIG, ORBAX = "config.json", "checkpoint"
 PLAIN = ("params.npz", "params.safetensors")
 GUIDE = "docs/guides/authors-checkpoints.md"
+GIVE = "give the folder of a checkpoint, or a file of its arrays"
+MOST_PACKED = 100  # times its own size that a file's arrays may claim; weights hardly shrink
+HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 class Checkpoint(NamedTuple):
@@ -31,31 +38,28 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    if not path.exists():
-        raise ValueError(f"{path} does not exist: give the folder of a checkpoint, or a file of its arrays")
-    if path.is_file():
-        return Checkpoint(read_file(path), read_settings(path.parent / CONFIG), str(path))
-    settings = read_settings(path / CONFIG)
-    for name in PLAIN:
-        if (path / name).is_file():
-            return Checkpoint(read_file(path / name), settings, str(path))
-    for folder in (path / ORBAX, path):
-        if (folder / "_METADATA").is_file():
-            return Checkpoint(flatten(read_orbax(folder), name=str(folder)), settings, str(path))
+    with named(path, GIVE):
+        if not path.exists():
+            raise ValueError(f"{short_name(path)} does not exist: {GIVE}")
+        if path.is_file():
+            return Checkpoint(read_file(path), read_settings(path.parent / CONFIG), str(path))
+        settings = read_settings(path / CONFIG)
+        for name in PLAIN:
+            if (path / name).is_file():
+                return Checkpoint(read_file(path / name), settings, str(path / name))
+        for folder in (path / ORBAX, path):
+            if (folder / "_METADATA").is_file():
+                return Checkpoint(flatten(read_orbax(folder), name=str(folder)), settings, str(folder))
     raise ValueError(
-        f"{path} is no checkpoint of the authors' code: it has no Orbax folder {ORBAX}/, and no {' or '.join(PLAIN)}"
+        f"{path} is not a checkpoint of the authors' code: it has no Orbax folder {ORBAX}/, and no {' or '.join(PLAIN)}"
     )
 
 
 def read_settings(path: Path) -> Mapping[str, Any]:
     """The arguments of their run, which their trainer keeps under `config`."""
-    if not path.is_file():
+    if not path.exists():
         return {}
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read ({error}): mend it, or take it away and give options") from None
-    settings = found.get("config") if isinstance(found, dict) else None
+    settings = read_object(path, remedy="mend it, or take it away and give options").get("config")
     if not isinstance(settings, dict):
         raise ValueError(f"{path} does not describe a run of the authors' code: it has no settings under 'config'")
     return settings
@@ -63,17 +67,44 @@ def read_settings(path: Path) -> Mapping[str, Any]:
 
 def read_file(path: Path) -> dict[str, Tensor]:
     if path.suffix not in (".npz", ".safetensors"):
-        raise ValueError(f"{path} is no .npz or .safetensors file: give one, or the folder of a checkpoint")
-    arrays: Mapping[str, Any]
+        raise ValueError(f"{path} is not an .npz or .safetensors file: give one, or the folder of a checkpoint")
     try:
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                arrays = dict(file)
-        else:
-            arrays = load_file(path)
-    except (OSError, ValueError, TypeError, EOFError, BadZipFile, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): it is damaged") from None
+        arrays = read_npz(path) if path.suffix == ".npz" else read_safetensors(path)
+    except Exception as error:  # of very many kinds, where a packed file is damaged
+        told = " ".join(str(error).split())[:300]
+        raise ValueError(f"{path} cannot be read ({told or type(error).__name__}): it is damaged") from None
     return flatten(arrays, name=str(path))
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it has keys only)
+
+
+def read_npz(path: Path) -> dict[str, np.ndarray]:
+    """What np.load gives, but nothing is unpacked or allocated because a header claims it."""
+    with ZipFile(path) as archive:
+        members = archive.infolist()
+        names = [member.filename.removesuffix(".npy") for member in members]
+        if len({*names}) < len(names):
+            raise ValueError("two of its arrays have the same name")
+        claimed, size = sum(member.file_size for member in members), path.stat().st_size
+        if claimed > MOST_PACKED * size:
+            raise ValueError(f"its arrays claim {claimed:,} bytes, and it has {size:,}")
+        return {name: _read_member(archive, member) for name, member in zip(names, members, strict=True)}
+
+
+def _read_member(archive: ZipFile, member: ZipInfo) -> np.ndarray:
+    data = BytesIO(archive.read(member))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of headers that Python 2 wrote
+        shape, _, dtype = HEADERS[np.lib.format.read_magic(data)](data)
+        left = member.file_size - data.tell()
+        if dtype.hasobject or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != left:
+            raise ValueError(f"{member.filename} claims shape {shape} of {dtype}, and has {left:,} bytes")
+        data.seek(0)
+        array: np.ndarray = np.lib.format.read_array(data, allow_pickle=False)
+        return array
 
 
 def read_orbax(folder: Path) -> Mapping[str, Any]:
@@ -85,12 +116,18 @@ def read_orbax(folder: Path) -> Mapping[str, Any]:
             f"{folder} is an Orbax folder, and Orbax is not installed: pip install orbax-checkpoint, or write "
             f"{PLAIN[0]} beside it where it is installed ({GUIDE} has the lines)"
         ) from None
+    try:
+        return _restore(ocp, folder)
+    except Exception as error:  # of very many kinds, where the folder is damaged
+        told = " ".join(str(error).split())[:300]
+        raise ValueError(f"{folder} cannot be read ({told or type(error).__name__}): it is damaged") from None
+
+
+def _restore(ocp: Any, folder: Path) -> Mapping[str, Any]:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         kept = reader.metadata(folder.resolve()).item_metadata.tree
         if "params" not in kept:
-            raise ValueError(
-                f"{folder} has no params, but {', '.join(sorted(kept))}: it is no training state of theirs"
-            )
+            raise ValueError(f"it has no params, but {', '.join(sorted(kept))}")
         wanted = {"params": _map(kept["params"], lambda leaf: np.empty(leaf.shape, leaf.dtype))}
         how = _map(wanted, lambda _: ocp.RestoreArgs(restore_type=np.ndarray))
         arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=how, partial_restore=True)
@@ -126,12 +163,15 @@ def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _tensor(leaf: Any, what: str) -> Tensor:
     if not isinstance(leaf, Tensor):
-        array = np.asarray(leaf)
+        try:
+            array = np.asarray(leaf)
+        except ValueError as error:
+            raise ValueError(f"{what} is not an array ({error})") from None
         if array.dtype.name == "bfloat16":  # which NumPy knows by name only
             array = array.astype(np.float32)
-        if array.dtype.kind != "f":
+        if array.dtype.kind != "f" or array.dtype.itemsize > 8:
             raise ValueError(f"{what} has dtype {array.dtype}: a parameter has floating-point numbers")
-        leaf = torch.tensor(array)
-    if not leaf.is_floating_point():
-        raise ValueError(f"{what} has dtype {leaf.dtype}: a parameter has floating-point numbers")
+        leaf = torch.tensor(array.astype(array.dtype.newbyteorder("=")))
+    if leaf.dtype not in DTYPES:
+        raise ValueError(f"{what} has dtype {leaf.dtype}: a parameter has floating-point numbers of 16 bits or more")
     return leaf

@@ -1,14 +1,17 @@
 """The model card: a README.md written from the run's own files. A number that is not there is not in the card.
 
-An export knows no run: when it is exported again, the numbers of its own card are kept.
+Whatever is damaged in those files counts as not there. Each result stands here once: of evaluations with the same
+settings the newest, and those with other settings in lines of their own, which tell them. An export knows no run: when
+it is exported again, the numbers of its own card are kept.
 """
 
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from thoughtbubbles.evals.results import exact, home_of, weights_of
+from thoughtbubbles.files import parse_json, read_object
 from thoughtbubbles.model.config import ModelConfig
 
 FRONT = """\
@@ -65,7 +68,15 @@ CONVERTED = "The numbers below are those of the {before} weights, before they we
 RESULTS = "Results of `thoughtbubbles eval`.\n"
 PERPLEXITY = ("text, scored", "nats a token", "perplexity", "bits a byte", "tokens")
 EXAMS = ("exam", "documents", "accuracy", "acc", "acc_norm", "perplexity", "chance")
-CONDITIONS = ("limit", "data", "selection", "budget", "precision")
+CONDITIONS = ("limit", "data", "windows", "method", "selection", "budget", "precision")
+DAMAGED = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    OverflowError,
+    ZeroDivisionError,
+)  # what a reader meets there
 MARKS = """\
 Accuracy in percent ± standard error; accuracy: the choice of the lowest mean loss a token, acc: of the lowest loss in
 all, acc_norm: of the lowest loss a character (the last two as in lm-evaluation-harness).
@@ -83,8 +94,8 @@ def card(name: str, config: ModelConfig, *, parameters: int, dtype: str, folder:
     parts = [FRONT, f"# {name}\n", about(config) + "\n", use, "## The model\n"]
     parts.append(facts([Row("parameters", parameters), Row("dtype", dtype), *shape(config)]))
     known = earlier_sections(folder)
-    training = facts(list(training_rows(folder))) or known.get("Training", "")
-    scores = "\n".join(filter(None, [evaluation(result_files(folder)), known.get("Evaluation", "")]))
+    training = facts(training_rows(folder)) or known.get("Training", "")
+    scores = "\n".join(filter(None, [evaluation(evaluations(folder)), known.get("Evaluation", "")]))
     before = read_json(folder / "config.json").get("dtype", dtype)
     if training or scores:
         parts.append(known.get("converted", CONVERTED.format(before=before, dtype=dtype) if before != dtype else ""))
@@ -97,7 +108,7 @@ def earlier_sections(folder: Path) -> dict[str, str]:
     """Of the card of an export, by heading; `converted` is what it says of a conversion."""
     if not (folder / "modeling_thoughtbubbles.py").is_file() or not (folder / "README.md").is_file():
         return {}
-    text = (folder / "README.md").read_text(encoding="utf-8")
+    text = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
     _, *parts = re.split(r"^## (.+)\n+", text, flags=re.MULTILINE)
     found = {heading: body.rstrip() + "\n" for heading, body in zip(parts[::2], parts[1::2], strict=True)}
     converted = re.search(r"^The numbers below are those of .*\n", text, flags=re.MULTILINE)
@@ -126,16 +137,35 @@ def shape(config: ModelConfig) -> list[Row]:
     ]
 
 
-def training_rows(folder: Path) -> Iterator[Row]:
+def training_rows(folder: Path) -> list[Row]:
     """What the run says of the step that this model is from."""
     step_name = folder.parent.name.removeprefix("step-")
     run = folder.parent.parent
     if folder.name != "model" or not step_name.isdecimal() or not (described := read_json(run / "run.json")):
-        return
-    step, config = int(step_name), described.get("config", {})
-    yield Row("recipe", config.get("name"))
-    yield Row("steps", step)
-    lines = [line for line in metrics(run) if isinstance(line.get("step"), int) and line["step"] <= step]
+        return []
+    step = int(step_name)
+    return [
+        *whole(recipe_rows(described)),
+        Row("steps", step),
+        *whole(metric_rows(metrics(run), step)),
+        *whole(data_rows(described)),
+    ]
+
+
+def whole(rows: Iterator[Row]) -> list[Row]:
+    """All of them, or none where one cannot be read."""
+    try:
+        return list(rows)
+    except DAMAGED:
+        return []
+
+
+def recipe_rows(described: dict[str, Any]) -> Iterator[Row]:
+    yield Row("recipe", described["config"].get("name"))
+
+
+def metric_rows(found: list[dict[str, Any]], step: int) -> Iterator[Row]:
+    lines = [line for line in found if isinstance(line.get("step"), int) and line["step"] <= step]
     trained = [line for line in lines if line["step"] == step and "loss" in line]
     if trained:
         yield Row("tokens", trained[-1].get("tokens"))
@@ -145,41 +175,88 @@ def training_rows(folder: Path) -> Iterator[Row]:
         at = "" if held_out[-1]["step"] == step else f", step {held_out[-1]['step']:,}"
         for source, loss in held_out[-1]["held_out"].items():
             yield Row(f"held-out loss (nats), {source}{at}", loss)
-    mixture = config.get("data", {}).get("mixture")
+
+
+def data_rows(described: dict[str, Any]) -> Iterator[Row]:
+    mixture = described["config"].get("data", {}).get("mixture")
     if mixture:
         yield Row("data", ", ".join(Path(str(source)).name for source in mixture))
     for library, version in described.get("versions", {}).items():
         yield Row(f"version of {library}", version)
 
 
-def result_files(folder: Path) -> list[Path]:
-    """Evaluations of this very model, by whatever name it was called when they ran."""
+class Line(NamedTuple):
+    """Of a table of results."""
+
+    measured: tuple[str, ...]  # what was measured, and how: of equal ones the newest counts
+    cells: dict[str, object]
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    """What `thoughtbubbles eval` has found of these very weights, whatever they were called; the oldest first."""
     places = [folder]
     if folder.name == "model" and folder.parent.name.startswith("step-"):
         places += [folder.parent, folder.parent.parent]
-    found = [path for place in places for path in sorted(place.glob("eval-*/results.json"))]
-    return [path for path in found if is_about(path, folder)]
+    paths = [*home_of(folder).glob("*/results.json")]
+    paths += [
+        path for place in places for form in ("eval-*/", "eval-*/*/") for path in place.glob(f"{form}results.json")
+    ]
+    if not paths:
+        return []
+    weights = weights_of(folder)
+    found = [results for path in sorted(set(paths)) if is_about(results := read_json(path), folder, weights)]
+    return sorted(found, key=lambda results: str(results.get("time", "")))
 
 
-def is_about(path: Path, folder: Path) -> bool:
-    named = Path(str(read_json(path).get("checkpoint", "")))
-    return named.resolve() == folder.resolve() or named.parts[-2:] == folder.resolve().parts[-2:]
+def is_about(results: dict[str, Any], folder: Path, weights: dict[str, int]) -> bool:
+    if "weights" in results:
+        return bool(results["weights"] == weights)
+    told = str(results.get("checkpoint", ""))  # before 0.2 that was all
+    return Path(told).parts[-2:] == folder.resolve().parts[-2:]
 
 
-def evaluation(paths: Sequence[Path]) -> str:
+def evaluation(every: Sequence[dict[str, Any]]) -> str:
     """Perplexity by way, and one line an exam; groups, single windows and times stay in results.json."""
-    ways, exams = [], []
-    for path in paths:
-        found = read_json(path)
-        for task, scores in found.get("tasks", {}).items():
-            if task == "perplexity":
-                ways += [way_cells(way) | conditions(found, task) for way in scores["ways"].values()]
-            else:
-                exams.append(exam_cells(scores) | conditions(found, task))
-    parts = [table((*PERPLEXITY, *CONDITIONS), [list(line.values()) for line in ways])]
-    parts.append(table((*EXAMS, *CONDITIONS), [list(line.values()) for line in exams]))
+    lines: dict[str, dict[tuple[str, ...], dict[str, object]]] = {"perplexity": {}, "exams": {}}
+    for results in every:
+        for kind, line in result_lines(results):
+            lines[kind].pop(line.measured, None)
+            lines[kind][line.measured] = line.cells
+    ways, exams = (list(lines[kind].values()) for kind in ("perplexity", "exams"))
+    parts = [table((*PERPLEXITY, *CONDITIONS), [list(cells.values()) for cells in ways])]
+    parts.append(table((*EXAMS, *CONDITIONS), [list(cells.values()) for cells in exams]))
     parts.append(MARKS if exams else "")
     return "\n".join([RESULTS, *filter(None, parts)]) if ways or exams else ""
+
+
+def result_lines(results: dict[str, Any]) -> list[tuple[str, Line]]:
+    """Of one results.json, for all its budgets; none where anything in it cannot be read."""
+    try:
+        found = [(results["budget"], results["tasks"])]
+        if "budgets" in results:
+            found += [(budget, other["tasks"]) for budget, other in results["budgets"]["others"].items()]
+        return [
+            (kind, line)
+            for budget, tasks in found
+            for task, scores in tasks.items()
+            for kind, line in task_lines(results, task, scores, budget)
+        ]
+    except DAMAGED:
+        return []
+
+
+def task_lines(
+    results: dict[str, Any], task: str, scores: dict[str, Any], budget: object
+) -> Iterator[tuple[str, Line]]:
+    told = conditions(results, task, scores, budget)
+    same = [task, told["limit"], told["method"], told["selection"], told["precision"], budget and exact(budget)]
+    if task == "perplexity":
+        text = scores.get("text", (told["data"], told["windows"]))
+        for name, way in scores["ways"].items():
+            yield "perplexity", Line(tuple(map(str, [*same, text, name])), way_cells(way) | told)
+    else:
+        asked = [scores["version"], scores.get("questions")]
+        yield "exams", Line(tuple(map(str, [*same, *asked])), exam_cells(scores) | told)
 
 
 def way_cells(way: dict[str, Any]) -> dict[str, object]:
@@ -205,16 +282,23 @@ def exam_cells(exam: dict[str, Any]) -> dict[str, object]:
     }
 
 
-def conditions(found: dict[str, Any], task: str) -> dict[str, object]:
+def conditions(results: dict[str, Any], task: str, scores: dict[str, Any], budget: object) -> dict[str, object]:
     """What the numbers depend on, in the order of CONDITIONS."""
-    settings, is_text = found["settings"], task == "perplexity"
+    settings, is_text = results["settings"], task == "perplexity"
     return {
         "limit": None if is_text else settings["limit"],
         "data": f"{Path(settings['data']).name}, {settings['split']}" if is_text else None,
-        "selection": found["selection"],
-        "budget": found["budget"],
+        "windows": windows_of(scores) if is_text else None,
+        "method": settings.get("method") if task == "gsm8k" else None,
+        "selection": results["selection"],
+        "budget": budget,
         "precision": settings["dtype"],
     }
+
+
+def windows_of(scores: Mapping[str, Any]) -> str:
+    sizes = [window["tokens"] for window in scores["ways"]["blockwise"]["windows"]]
+    return f"{len(sizes):,} × {max(sizes):,}"
 
 
 def scaled(error: float | None) -> float | None:
@@ -252,12 +336,15 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    return parsed(path.read_bytes()) if path.is_file() else {}
+    try:
+        return read_object(path) if path.is_file() else {}
+    except ValueError:
+        return {}
 
 
 def parsed(text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = parse_json(text, where="", remedy="")
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -7,13 +7,21 @@ README.md                                     the model card (see card.py)
 manifest.json                                 what was written here, so that the next export loses nothing else
 """
 
-import json
 from pathlib import Path
 
 import torch
 
 from thoughtbubbles.checkpoint import CONFIG, find_model, ids_of, load_folder_tokenizer, load_model, write_model
-from thoughtbubbles.files import MANIFEST, damage, partial_folder, publish, write_json, write_manifest
+from thoughtbubbles.files import (
+    MANIFEST,
+    check_folder,
+    damage,
+    partial_folder,
+    publish,
+    read_object,
+    write_json,
+    write_manifest,
+)
 from thoughtbubbles.interop.card import card
 from thoughtbubbles.interop.remote_code import AUTO_MAP, remote_code
 
@@ -22,13 +30,13 @@ CARD, GENERATION = "README.md", "generation_config.json"
 
 def export(checkpoint: Path, *, out: Path, dtype: torch.dtype | None = None) -> Path:
     """Writes the folder `out`; one that holds anything but an earlier export is a ValueError."""
-    out = out.resolve()  # a link's target is replaced, not the link
+    out = check_folder(out, option="--out")  # a link's target is replaced, not the link
     check_out(out)
     folder = find_model(checkpoint)
     model, tokenizer = load_model(folder, dtype=dtype), load_folder_tokenizer(folder)
     partial = partial_folder(out)
     write_model(partial, model.config, model.state_dict(), tokenizer=tokenizer)
-    write_json(partial / CONFIG, {**json.loads((partial / CONFIG).read_text()), "auto_map": AUTO_MAP})
+    write_json(partial / CONFIG, {**read_object(partial / CONFIG), "auto_map": AUTO_MAP})
     ids = {} if tokenizer is None else {name: i for name, i in ids_of(tokenizer).items() if name.endswith("_token_id")}
     write_json(partial / GENERATION, ids)
     for name, text in remote_code().items():
@@ -48,13 +56,11 @@ def export(checkpoint: Path, *, out: Path, dtype: torch.dtype | None = None) -> 
 
 
 def check_out(out: Path) -> None:
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    if not out.exists() or not any(out.iterdir()):
         return
-    if not out.is_dir():
-        raise ValueError(f"--out {out} is a file: give a folder")
     wrong = damage(out, required=("modeling_thoughtbubbles.py", CARD))
     if wrong is None:
-        listed = {MANIFEST, *json.loads((out / MANIFEST).read_text())}
+        listed = {MANIFEST, *read_object(out / MANIFEST)}
         unlisted = [
             path.relative_to(out).as_posix()
             for path in sorted(out.rglob("*"))

@@ -15,13 +15,16 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
 from thoughtbubbles import __version__
-from thoughtbubbles.files import write_json
+from thoughtbubbles.checkpoint import find_model
+from thoughtbubbles.evals.results import RESULTS, home_of, make_folders, move_aside, named_by, weights_of
+from thoughtbubbles.files import check_folder, short_name, write_json
 from thoughtbubbles.generate.requests import Method
 from thoughtbubbles.interop.harness_tasks import local_tasks
 from thoughtbubbles.interop.lm_eval import ThoughtbubblesLM
+from thoughtbubbles.model.config import is_whole
 
 BOOTSTRAP = 1000  # resamples for the error of a perplexity; the harness's 100,000 take minutes
-RESULTS = "results.json"
+MOST_DOCUMENTS = 2**40
 
 
 def run_harness(
@@ -48,11 +51,13 @@ def run_harness(
                tokens at a time, padding included; None: what suits the device
     method     how texts are written: cached or recomputed; None: whichever is exact for the model
     compile    on cuda: texts are written in steps as graphs
-    out        where results.json goes; CHECKPOINT/eval-harness by default
+    out        where results.json goes; by default a folder of its own beside those of `thoughtbubbles eval`
     cache_dir  where definitions on local files go; ~/.cache/thoughtbubbles/harness by default
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"--limit {limit}: give 1 or more")
+    if limit is not None and not (is_whole(limit) and 1 <= limit <= MOST_DOCUMENTS):
+        raise ValueError(f"--limit {short_name(str(limit))}: give a whole number from 1 on")
+    if out is not None:
+        check_folder(Path(out), option="--out")
     manager = _manager(tasks, data_dir, cache_dir)
     model = ThoughtbubblesLM(
         checkpoint,
@@ -63,8 +68,9 @@ def run_harness(
         method=method,
         compile=compile,
     )
-    folder = Path(checkpoint) / "eval-harness" if out is None else out
-    folder.mkdir(parents=True, exist_ok=True)
+    name = _name(checkpoint, tasks, {"budget": budget, "limit": limit, "dtype": dtype, "method": method})
+    home = home_of(find_model(checkpoint)) if out is None else Path(out)
+    folder = make_folders(home, name, is_given=out is not None)
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
     found = lm_eval.simple_evaluate(
         model=model,
@@ -75,13 +81,22 @@ def run_harness(
         log_samples=False,
     )
     results: dict[str, Any] = json.loads(json.dumps(found, default=handle_non_serializable))
-    results["thoughtbubbles_version"] = __version__
+    results |= {"thoughtbubbles_version": __version__, "name": name}
+    if out is not None:
+        move_aside(folder, name)
     write_json(folder / RESULTS, results)
     print(make_table(found))
     if "groups" in found:
         print(make_table(found, "groups"))
     print(f"Written: {folder / RESULTS}")
     return results
+
+
+def _name(checkpoint: str | Path, tasks: Sequence[str], settings: dict[str, Any]) -> str:
+    """So that no evaluation replaces another one."""
+    told = [f"{name}{value}" for name, value in settings.items() if value not in (None, "float32")]
+    weights = weights_of(find_model(checkpoint))
+    return named_by(["harness", *tasks, *told], {**settings, "tasks": list(tasks), "weights": weights})
 
 
 def _manager(tasks: Sequence[str], data_dir: str | Path | None, cache_dir: Path | None) -> TaskManager:
@@ -95,11 +110,16 @@ def _manager(tasks: Sequence[str], data_dir: str | Path | None, cache_dir: Path 
         if task not in manager.all_tasks:
             near = get_close_matches(task, manager.all_tasks, n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else "`lm_eval ls tasks` lists them"
-            raise ValueError(f"--tasks {task}: the harness has no such task; {hint}")
+            raise ValueError(f"--tasks {short_name(task)}: the harness has no such task; {hint}")
     return manager
 
 
 if __name__ == "__main__":
+    import sys
+
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except ValueError as error:  # a user's mistake: the message says it all
+        sys.exit(f"python -m thoughtbubbles.interop.harness: {error}")

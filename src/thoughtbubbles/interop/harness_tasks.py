@@ -24,9 +24,10 @@ from typing import Any
 import lm_eval.tasks
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from thoughtbubbles.evals.documents import OPENERS, find_files, records
+from thoughtbubbles.evals.documents import OPENERS, data_folder, find_files, records
 from thoughtbubbles.evals.tasks import TASKS
 from thoughtbubbles.evals.tasks.task import Task
+from thoughtbubbles.files import check_folder, short_name
 
 FORMAT = 1  # of what is written here; another one makes new folders
 UPSTREAM = Path(lm_eval.tasks.__file__).parent
@@ -129,13 +130,14 @@ SETS = (
 
 def local_tasks(data_dir: str | Path, tasks: Sequence[str] = (), *, cache_dir: Path | None = None) -> Path:
     """The folder with the definitions of these tasks, written if need be; of all that have files, if none is named."""
-    data_dir = Path(data_dir)
+    data_dir = data_folder(Path(data_dir))
     check_tasks(tasks, data_dir)
     wanted = [of_set for of_set in SETS if not tasks or set(tasks) & set(task_names(of_set))]
     sources = find_sources(wanted, data_dir)
     states = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources.values()]
     key = json.dumps([FORMAT, lm_eval.__version__, str(UPSTREAM), sorted(states)])
-    folder = (cache_dir or default_cache()).resolve() / f"tasks-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    cache = check_folder(cache_dir or default_cache(), option="--cache-dir")
+    folder = cache / f"tasks-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -166,15 +168,13 @@ def find_sources(sets: Iterable[LocalSet], data_dir: Path) -> dict[str, Path]:
 
 
 def check_tasks(tasks: Sequence[str], data_dir: Path) -> None:
-    if not data_dir.is_dir():
-        raise ValueError(f"--data-dir {data_dir}: there is no such folder; give the one that has the exams")
     known = {name: of_set for of_set in SETS for name in task_names(of_set)}
     for task in tasks:
         if task not in known:
             near = get_close_matches(task, known, n=3)
             short = [name for of_set in SETS for name in task_names(of_set)[: None if of_set.group is None else 1]]
             hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(short)}"
-            raise ValueError(f"--tasks {task}: the harness has no such task on local files; {hint}")
+            raise ValueError(f"--tasks {short_name(task)}: the harness has no such task on local files; {hint}")
         find_files(known[task].exam, data_dir)  # says what to fetch, and where it should lie
 
 
@@ -236,13 +236,21 @@ def _definition(path: Path, upstream: Record, data_files: Mapping[str, str]) -> 
 def _write_records(of_set: LocalSet, source: Path, partial: Path, name: str) -> dict[str | None, str]:
     """Writes the records in upstream's fields; the files' names by part."""
     parts: dict[str | None, list[str]] = {}
+    named_parts = {load_yaml(path, resolve_func=False)["dataset_name"] for path in definitions(of_set)}
     for number, record in records(source):
         try:
+            of_set.exam.document(record)  # its fields are what they should be
+            if of_set.part and record[of_set.part] not in named_parts:
+                continue
             line = json.dumps(of_set.rewrite(record), ensure_ascii=False)
             parts.setdefault(record[of_set.part] if of_set.part else None, []).append(line)
-        except (KeyError, IndexError, TypeError) as error:
-            wrong = f"the field {error} is missing" if isinstance(error, KeyError) else f"a field is wrong ({error})"
-            raise ValueError(f"{source}, line {number}: {wrong}; a line has {of_set.exam.fields}") from None
+        except KeyError as error:
+            missing = f"the field {error} is missing; a line has {of_set.exam.fields}"
+            raise ValueError(f"{source}, line {number}: {missing}") from None
+        except (IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"{source}, line {number}: {error}; a line has {of_set.exam.fields}") from None
+        except RecursionError:
+            raise ValueError(f"{source}, line {number}: a field is nested too deeply") from None
     files = {part: f"{name}.jsonl" if part is None else f"{name}.{part}.jsonl" for part in parts}
     for part, lines in parts.items():
         (partial / files[part]).write_text("\n".join(lines) + "\n")
@@ -259,6 +267,8 @@ def _publish(partial: Path, folder: Path) -> None:
 
 def main() -> None:
     """Prints the folder that has the definitions."""
+    import sys
+
     import tyro
 
     def tasks(data_dir: tyro.conf.Positional[Path], *, cache_dir: Path | None = None) -> None:
@@ -270,7 +280,11 @@ def main() -> None:
         """
         print(local_tasks(data_dir, cache_dir=cache_dir))
 
-    tyro.cli(tasks, prog="python -m thoughtbubbles.interop.harness_tasks")
+    name = "python -m thoughtbubbles.interop.harness_tasks"
+    try:
+        tyro.cli(tasks, prog=name)
+    except (ValueError, OSError) as error:  # a user's mistake: the message says it all
+        sys.exit(f"{name}: {error}")
 
 
 if __name__ == "__main__":

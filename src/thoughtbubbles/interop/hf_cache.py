@@ -1,6 +1,11 @@
-"""Our cache under Hugging Face's name for one: it counts columns, padding among them, where ours counts tokens."""
+"""Our cache under Hugging Face's name for one: it counts columns, padding among them, where ours counts tokens.
 
-from typing import Any
+A call that computes the logits of all tokens leaves the cache to whoever needs it: the ids are held, and read when the
+cache is given to the next call. So an evaluation that never looks at `past_key_values` pays nothing for it.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import transformers
@@ -11,6 +16,15 @@ from thoughtbubbles.generate.decode import decode_step, prefill
 from thoughtbubbles.interop.hf_padding import Padding
 from thoughtbubbles.model.budget import Budget, BudgetLike
 from thoughtbubbles.model.transformer import Thoughtbubbles
+
+HOLDS = "this cache holds streams, not the keys and values of layers: pass it to the model's call"
+
+
+class Held(NamedTuple):
+    """What is to be read before anything else."""
+
+    ids: Tensor  # (rows, columns)
+    budget: BudgetLike | Budget
 
 
 class ThoughtbubblesCache(transformers.Cache):
@@ -23,7 +37,24 @@ class ThoughtbubblesCache(transformers.Cache):
 
     def reset(self) -> None:
         self.state: Cache | None = None
-        self.is_real: Tensor | None = None  # (rows, columns): which of the columns read were tokens
+        self.held: Held | None = None
+        self.is_real: Tensor | None = None  # (rows, columns): which of the columns read or held were tokens
+        self.n_layer = 0  # of the model that reads
+
+    def hold(
+        self, model: Thoughtbubbles, ids: Tensor, padding: Padding | None, budget: BudgetLike | Budget | None
+    ) -> None:
+        """Into an empty cache, to be read later."""
+        self.held = Held(ids.clone(), model.config.budget if budget is None else budget)
+        self.is_real = torch.ones_like(ids, dtype=torch.bool) if padding is None else padding.is_real
+        self.n_layer = model.config.n_layer
+
+    def _read_held(self, model: Thoughtbubbles) -> None:
+        if self.held is not None and self.is_real is not None:
+            padding = None if bool(self.is_real.all()) else Padding.of(self.is_real)
+            fresh = ThoughtbubblesCache(self.capacity)
+            fresh.read(model, self.held.ids, padding, self.held.budget)
+            self.state, self.held = fresh.state, None
 
     def read(
         self, model: Thoughtbubbles, ids: Tensor, padding: Padding | None, budget: BudgetLike | Budget | None
@@ -33,6 +64,7 @@ class ThoughtbubblesCache(transformers.Cache):
         An empty cache takes them in parallel and tells the last; later, or where a row has no token yet, they go one by
         one. The budget is that of the first call: no earlier decision can be revised.
         """
+        self._read_held(model)
         real = torch.ones_like(ids, dtype=torch.bool) if padding is None else padding.is_real
         at_once = self.state is None and (padding is None or bool((padding.lengths > 0).all()))
         room = self._room(model, ids.shape[0], real.sum(1), budget)
@@ -43,6 +75,7 @@ class ThoughtbubblesCache(transformers.Cache):
         else:
             logits, self.state = _read_one_by_one(model, room, ids, real)
         self.is_real = real if self.is_real is None else torch.cat([self.is_real, real], dim=1)
+        self.n_layer = model.config.n_layer
         return logits
 
     def _room(self, model: Thoughtbubbles, rows: int, n_new: Tensor, budget: BudgetLike | Budget | None) -> Cache:
@@ -55,16 +88,17 @@ class ThoughtbubblesCache(transformers.Cache):
             if int(n_new.max()) <= old.capacity or old.capacity == config.block_size:
                 return old
         wanted = max(int(n_new.max()), 1, 2 * old.capacity if old is not None else self.capacity or 0)
+        if old is not None:
+            return old.grown(config, min(wanted, config.block_size))
         weight, kind = model.embedding.weight, model.embedding.weight.device.type
-        fresh = new_cache(
+        return new_cache(
             config,
             rows=rows,
             capacity=min(wanted, config.block_size),
-            budget=_budget_of(old) if old is not None else Budget.of(config.budget if budget is None else budget),
+            budget=Budget.of(config.budget if budget is None else budget),
             dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype,
             device=weight.device,
         )
-        return fresh if old is None else _moved(old, fresh)
 
     # What `generate` and its users ask of a cache.
 
@@ -79,40 +113,61 @@ class ThoughtbubblesCache(transformers.Cache):
 
     @property
     def batch_size(self) -> int:
-        return -1 if self.state is None else self.state.rows
+        return -1 if self.is_real is None else self.is_real.shape[0]
 
     @property
     def is_initialized(self) -> bool:
-        return self.state is not None
+        return self.is_real is not None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.state is not None:
-            rows = torch.arange(self.state.rows, device=self.state.n_tokens.device)
+        if self.is_real is not None:
+            rows = torch.arange(self.batch_size, device=self.is_real.device)
             self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.state is not None and self.is_real is not None:
-            rows = torch.arange(self.state.rows, device=self.is_real.device)[indices.to(self.is_real.device)]
-            self.state, self.is_real = self.state.reorder(rows), self.is_real[rows]
+        if self.is_real is None:
+            return
+        rows = torch.arange(self.batch_size, device=self.is_real.device)[indices.to(self.is_real.device)]
+        self.is_real = self.is_real[rows]
+        if self.state is not None:
+            self.state = self.state.reorder(rows)
+        if self.held is not None:
+            self.held = Held(self.held.ids[rows], _of_rows(self.held.budget, rows))
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forgets the last columns; their number is negative, as Hugging Face writes it."""
         end = int(tokens_to_remove)
         if end > 0:
             raise ValueError(f"crop({end}): give the number of columns to forget as a negative number")
-        if self.state is None or self.is_real is None or end == 0:
+        if self.is_real is None or end == 0:
             return
         left = self.is_real[:, :end]
         if left.shape[1] == 0:
             self.reset()
             return
-        self.state, self.is_real = self.state.crop(left.sum(1)), left
+        if not bool(left.any(1).all()):
+            raise ValueError(f"crop({end}): a row keeps at least its first token; forget fewer columns")
+        if self.state is not None:
+            self.state = self.state.crop(left.sum(1))
+        if self.held is not None:
+            self.held = Held(self.held.ids[:, :end], self.held.budget)
+        self.is_real = left
+
+    def __len__(self) -> int:
+        """Layers, as everywhere; 0 before anything was read."""
+        return self.n_layer
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ValueError(HOLDS)
+
+    def __getitem__(self, layer_idx: int) -> NoReturn:
+        raise ValueError(HOLDS)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        raise ValueError("this cache holds streams, not the keys and values of layers: pass it to the model's call")
+        raise ValueError(HOLDS)
 
 
 def _read_one_by_one(model: Thoughtbubbles, cache: Cache, ids: Tensor, real: Tensor) -> tuple[Tensor, Cache]:
@@ -123,18 +178,8 @@ def _read_one_by_one(model: Thoughtbubbles, cache: Cache, ids: Tensor, real: Ten
     return torch.stack(steps, dim=1), cache
 
 
-def _budget_of(cache: Cache) -> Budget:
-    return Budget(tuple(cache.numerator.tolist()), tuple(cache.denominator.tolist()))
-
-
-def _moved(old: Cache, fresh: Cache) -> Cache:
-    """All that `old` holds, in the larger storage of `fresh`; the last slot, which nobody reads, stays behind."""
-    spans = []
-    for now, room in zip(old.spans, fresh.spans, strict=True):
-        for name, slots in (("key", 3), ("value", 3), ("log_score", 1), ("token", 1), ("level", 1)):
-            kept = getattr(now, name)
-            if kept is not None:
-                n = kept.shape[slots] - 1
-                getattr(room, name).narrow(slots, 0, n).copy_(kept.narrow(slots, 0, n))
-        spans.append(room._replace(used=now.used))
-    return old._replace(spans=tuple(spans), capacity=fresh.capacity)
+def _of_rows(budget: BudgetLike | Budget, rows: Tensor) -> Budget:
+    exact = Budget.of(budget)
+    if exact.rows == 1:
+        return exact
+    return Budget(*(tuple(part[row] for row in rows.tolist()) for part in exact))

@@ -6,7 +6,9 @@ here: padding on either side becomes rows with lengths, labels become targets, `
 
 import copy
 import math
+import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from thoughtbubbles.interop.hf_refusals import (
     refuse_caching,
     refuse_labels_behind_padding,
     refuse_parts,
+    refuse_recomputation,
     refuse_too_long,
 )
 from thoughtbubbles.model.budget import Budget, BudgetLike
@@ -32,6 +35,7 @@ from thoughtbubbles.model.initial import has_numbers
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
+IN_PACKAGE = __name__.startswith("thoughtbubbles.")  # not the code beside the weights, which brings no manifests
 OUTPUTS = ("output_attentions", "output_hidden_states")  # what a config may ask for in every call
 
 
@@ -62,6 +66,24 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         core.training = self.training
         return core
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As everywhere; a folder that has a manifest is held against it first."""
+        folder = os.path.join(pretrained_model_name_or_path or "", kwargs.get("subfolder") or "")
+        if IN_PACKAGE and os.path.isdir(folder):  # never an OSError
+            from thoughtbubbles.checkpoint import check_manifest
+
+            check_manifest(Path(folder))
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As everywhere; the manifest of an export that is written over goes, since it describes other weights."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if IN_PACKAGE:
+            from thoughtbubbles.checkpoint import drop_manifest
+
+            drop_manifest(Path(save_directory))
+
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """The core has drawn its own, unless it waits for a file: what that lacks, such as new forks, is drawn here."""
@@ -85,7 +107,8 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         """Blocks are computed again in the backward, for less memory."""
         if wrong := {name: value for name, value in others.items() if value not in (1, False, None)}:
             raise ValueError(f"{wrong}: every block is computed again, on its own device; leave this out")
-        options = {"use_reentrant": False, "preserve_rng_state": False, **(gradient_checkpointing_kwargs or {})}
+        refuse_recomputation(gradient_checkpointing_kwargs or {})
+        options = {"preserve_rng_state": False, **(gradient_checkpointing_kwargs or {}), "use_reentrant": False}
         self.gradient_checkpointing_disable()
         for block in self.blocks:
             block.forward = partial(checkpoint, block.forward, **options)
@@ -117,7 +140,8 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values     what has been read before, as an earlier call returned it
         labels              the ids again, −100 where nothing is to be predicted; gives `loss`. In training there are no
                             logits then: the loss needs none, and they would take most of the memory
-        use_cache           also return `past_key_values`; by default where it was given
+        use_cache           also return `past_key_values`. By default where they were given; else as the config says,
+                            where a cache is exact, outside training and without labels
         logits_to_keep      logits of so many last columns only, or of the columns with these numbers; 0: of all
         num_items_in_batch  what the sum of losses is divided by in place of the number of labels here
         budget              streams per token in place of the config's: a number, or one for each row
@@ -126,15 +150,25 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         refuse_parts(getattr(self, "hf_device_map", {}))
         if input_ids is None:
             raise ValueError("input_ids is missing: give a tensor of ids (batch, tokens)")
-        use_cache = past_key_values is not None if use_cache is None else use_cache
-        if use_cache:
+        if use_cache or (use_cache is None and past_key_values is not None):
             out = self._cached(input_ids, attention_mask, past_key_values, labels, logits_to_keep, budget)
         else:
             if past_key_values is not None and past_key_values.get_seq_length() > 0:
                 raise ValueError("use_cache=False with past_key_values that have been read: leave one of them out")
             out = self._parallel(input_ids, attention_mask, labels, logits_to_keep, num_items_in_batch, budget=budget)
+            if use_cache is None and labels is None and self._caches_unasked():
+                padding = None if attention_mask is None else Padding.of(attention_mask)
+                out.past_key_values = ThoughtbubblesCache()
+                out.past_key_values.hold(self.core, input_ids, padding, budget)
         wanted = self.config.return_dict if return_dict is None else return_dict
         return out if wanted else out.to_tuple()
+
+    def _caches_unasked(self) -> bool:
+        """Outside training, as other models do: but only what is exact, and where an object can be returned."""
+        returns_tensors_only = torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        is_replica = getattr(self, "_is_replica", False)  # of DataParallel, which joins what its replicas return
+        wanted = self.config.use_cache is not False and self.core.config.is_causal
+        return wanted and not (self.training or returns_tensors_only or is_replica)
 
     def _parallel(
         self,
@@ -184,15 +218,15 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
             Padding.of(attention_mask)  # no holes, those of the past included
             attention_mask = attention_mask[:, -ids.shape[1] :]
         padding = None if attention_mask is None else Padding.of(of_columns("attention_mask", attention_mask, ids))
-        is_last_enough = isinstance(logits_to_keep, int) and logits_to_keep == 1 and ends_in_tokens(padding)
-        logits = cache.read(self.core, ids, padding, budget)
-        if logits.ndim == 3:
-            return CausalLMOutputWithPast(logits=kept(logits, logits_to_keep), past_key_values=cache)
-        if is_last_enough and not torch.is_grad_enabled():
-            return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=cache)
-        # The cache tells the last token's logits only, and without gradients: those of all are computed beside it.
+        last_enough = isinstance(logits_to_keep, int) and logits_to_keep == 1 and ends_in_tokens(padding)
+        if cache.is_initialized or has_empty_row(padding) or (last_enough and not torch.is_grad_enabled()):
+            logits = cache.read(self.core, ids, padding, budget)
+            logits = kept(logits, logits_to_keep) if logits.ndim == 3 else logits[:, None]
+            return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        # Reading into the cache tells the last token's logits only, and without gradients.
         rule = {"selection": "causal", "budget_mode": "proportional", "budget": budget}
         out = self._parallel(ids, attention_mask, None, logits_to_keep, None, **rule)
+        cache.hold(self.core, ids, padding, budget)
         out.past_key_values = cache
         return out
 
@@ -271,6 +305,10 @@ class KnownIds(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores.index_fill(1, torch.arange(self.n_ids, scores.shape[1], device=scores.device), -math.inf)
+
+
+def has_empty_row(padding: Padding | None) -> bool:
+    return padding is not None and not torch.compiler.is_compiling() and not bool((padding.lengths > 0).all())
 
 
 def ends_in_tokens(padding: Padding | None) -> bool:

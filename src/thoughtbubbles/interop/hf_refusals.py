@@ -1,6 +1,6 @@
 """What Hugging Face's callers may not ask for, in words that say what to do instead."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,11 +18,38 @@ UNUSED = {
     "output_hidden_states": "a model with forks has streams, not tokens, in its layers: use trace= of model.core",
 }
 
+CHECKPOINT_OPTIONS: dict[str, Callable[[Any], bool]] = {
+    "use_reentrant": lambda value: value is None or isinstance(value, bool),
+    "preserve_rng_state": lambda value: isinstance(value, bool),
+    "determinism_check": lambda value: value in ("default", "none"),
+    "debug": lambda value: isinstance(value, bool),
+    "early_stop": lambda value: isinstance(value, bool),
+    "context_fn": callable,
+}
+
 
 def refuse(unused: dict[str, Any]) -> None:
     for name, value in unused.items():
         if value is not None and value is not False:
             raise ValueError(f"{name}: {UNUSED.get(name, 'this model has no such input; leave it out')}")
+
+
+def refuse_recomputation(options: Mapping[str, Any]) -> None:
+    """Of `gradient_checkpointing_kwargs`: what torch's checkpoint takes, but for one form that loses gradients."""
+    for name, value in options.items():
+        if name not in CHECKPOINT_OPTIONS:
+            raise ValueError(
+                f"gradient_checkpointing_kwargs has {name}: what can be set is {', '.join(CHECKPOINT_OPTIONS)}"
+            )
+        if not CHECKPOINT_OPTIONS[name](value):
+            raise ValueError(
+                f"gradient_checkpointing_kwargs has {name} = {value!r}: give another value, or leave it out"
+            )
+    if options.get("use_reentrant"):
+        raise ValueError(
+            "gradient_checkpointing_kwargs has use_reentrant = True: that form loses the gradients of what blocks hand "
+            "on in tuples; give use_reentrant=False, or leave it out"
+        )
 
 
 def refuse_parts(device_map: Mapping[str, object]) -> None:
@@ -35,6 +62,11 @@ def refuse_parts(device_map: Mapping[str, object]) -> None:
 
 
 def refuse_caching(config: ModelConfig, cache: Any, labels: Tensor | None) -> None:
+    if torch.compiler.is_exporting():
+        raise ValueError(
+            "torch.export with a cache: how many streams a token takes depends on the text, so no exported graph can "
+            "hold them; export with use_cache=False"
+        )
     if not isinstance(cache, ThoughtbubblesCache):
         raise ValueError(
             f"past_key_values is a {type(cache).__name__}: streams need a cache of their own; give what an earlier "

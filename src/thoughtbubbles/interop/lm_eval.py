@@ -9,13 +9,14 @@ The harness knows the models of its own list; others must be imported before the
 the name `thoughtbubbles`.
 """
 
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lm_eval.models  # noqa: F401 (its list of models; the registry fills itself only while it is empty)
 import torch
@@ -31,11 +32,14 @@ from tqdm import tqdm
 from thoughtbubbles.checkpoint import find_model, load_folder_tokenizer, load_model
 from thoughtbubbles.evals.documents import records
 from thoughtbubbles.evals.likelihood import BATCH_TOKENS, Query, log_likelihoods
+from thoughtbubbles.files import short_name
 from thoughtbubbles.generate.command import find_device
 from thoughtbubbles.generate.requests import Method, Request, budget_problem, generate
 from thoughtbubbles.generate.sample import Sampling
+from thoughtbubbles.model.config import is_whole
 
 MAX_NEW = 256  # the harness's own default
+MOST_TOKENS = 2**40
 ASKED_BY_NOBODY = "cuda:0"  # what its command asks for without --device, on every machine
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 logger = logging.getLogger(__name__)
@@ -69,10 +73,7 @@ class ThoughtbubblesLM(TemplateLM):
                       of the harness; not used, since rows differ too much in length for one number
         """
         super().__init__()
-        if dtype not in ("float32", "float64", "bfloat16"):
-            raise ValueError(f"dtype = {dtype!r}: choose float32, float64 or bfloat16")
-        if batch_tokens is not None and batch_tokens < 1:
-            raise ValueError(f"batch_tokens = {batch_tokens}: give 1 or more")
+        check_options(checkpoint, dtype=dtype, batch_tokens=batch_tokens, method=method, compile=compile)
         self.folder = find_model(checkpoint)
         tokenizer = load_folder_tokenizer(self.folder)
         if tokenizer is None:
@@ -82,7 +83,7 @@ class ThoughtbubblesLM(TemplateLM):
         self.tokenizer = tokenizer
         if device == ASKED_BY_NOBODY and not torch.cuda.is_available():
             device = "auto"
-        self._device = torch.device(find_device(device))
+        self._device = _device(device)
         self.dtype = dtype
         kept = torch.float64 if dtype == "float64" else torch.float32
         self.model = load_model(self.folder, device=self._device, dtype=kept).eval()
@@ -99,7 +100,12 @@ class ThoughtbubblesLM(TemplateLM):
     ) -> "ThoughtbubblesLM":
         """From --model_args and, where they say nothing, from options such as --device, which always has a value."""
         options = {name: value for name, value in (additional_config or {}).items() if value is not None}
-        return cls(**{**options, **arg_dict})
+        known = inspect.signature(cls.__init__).parameters
+        if unknown := sorted(name for name in arg_dict if name not in known or name == "self"):
+            raise ValueError(f"--model_args has {unknown[0]}: what can be set is {', '.join(list(known)[1:-2])}")
+        if "checkpoint" not in arg_dict:
+            raise ValueError("--model_args has no checkpoint: give checkpoint=DIR, the model's folder")
+        return cls(**{name: value for name, value in {**options, **arg_dict}.items() if name in known})
 
     @property
     def eot_token_id(self) -> int:
@@ -200,11 +206,11 @@ class ThoughtbubblesLM(TemplateLM):
         repeats: Counter[str] = Counter()
         requests, n_cut = [], 0
         for text, settings in asked:
-            wanted = dict(normalize_gen_kwargs(settings, self.max_gen_toks))
+            wanted = _normalized(settings, self.max_gen_toks)
             until, max_new, do_sample = wanted.pop("until"), wanted.pop("max_gen_toks"), wanted.pop("do_sample")
             if unknown := sorted(wanted.keys() - set(SAMPLING)):
                 raise ValueError(f"generation_kwargs has {unknown[0]}: what can be set is {', '.join(SAMPLING)}")
-            if not 1 <= max_new < self.max_length:
+            if not (is_whole(max_new) and 1 <= max_new < self.max_length):
                 raise ValueError(
                     f"max_gen_toks = {max_new}: the model reads at most block_size = {self.max_length} tokens, the "
                     f"prompt's among them; pass --gen_kwargs max_gen_toks={self.max_gen_toks}"
@@ -212,7 +218,7 @@ class ThoughtbubblesLM(TemplateLM):
             if not do_sample:
                 wanted = {"temperature": 0}
             repeat = f"{text} {settings}"
-            wanted["seed"] = wanted.get("seed", 0) + repeats[repeat]  # a request that is asked again draws anew
+            wanted["seed"] = Sampling(**wanted).seed + repeats[repeat]  # a request that is asked again draws anew
             repeats[repeat] += 1
             whole = self.tok_encode(text) or [self.eot_token_id]
             prompt = whole[-(self.max_length - max_new) :]
@@ -235,6 +241,41 @@ class ThoughtbubblesLM(TemplateLM):
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self._device.type, torch.bfloat16) if self.dtype == "bfloat16" else nullcontext()
+
+
+def check_options(checkpoint: Any, *, dtype: Any, batch_tokens: Any, method: Any, compile: Any) -> None:
+    """What --model_args or a caller may have got wrong."""
+    methods = (None, *get_args(Method))
+    for name, value, is_right, remedy in (
+        ("checkpoint", checkpoint, isinstance(checkpoint, (str, Path)), "give the model's folder"),
+        ("dtype", dtype, dtype in ("float32", "float64", "bfloat16"), "choose float32, float64 or bfloat16"),
+        (
+            "batch_tokens",
+            batch_tokens,
+            batch_tokens is None or (is_whole(batch_tokens) and 1 <= batch_tokens <= MOST_TOKENS),
+            "give a whole number, 1 or more",
+        ),
+        ("method", method, method in methods, f"choose one of {', '.join(get_args(Method))}, or leave it out"),
+        ("compile", compile, isinstance(compile, bool), "give True or False"),
+    ):
+        if not is_right:
+            raise ValueError(f"{name} = {short_name(repr(value))}: {remedy}")
+
+
+def _device(wanted: Any) -> torch.device:
+    try:
+        return torch.device(find_device(wanted))
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device = {short_name(repr(wanted))}: give auto, cpu or cuda") from None
+
+
+def _normalized(settings: Any, max_new: int) -> dict[str, Any]:
+    try:
+        return dict(normalize_gen_kwargs(settings, max_new))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"generation_kwargs = {short_name(repr(settings))} ({error}): see the harness's guide"
+        ) from None
 
 
 class LocalTask(ConfigurableTask):

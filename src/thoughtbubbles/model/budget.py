@@ -3,6 +3,9 @@
 The paper's κ is a number of streams; ours is the ratio r = κ / T. Rounding must be exact: in floats
 ceil(1.1 · 50) is 56 and floor(1.15 · 100) is 114, one stream too many and one too few. So a budget travels as two
 integers, and every cap is integer arithmetic, on the GPU too.
+
+A budget is at least 1. From `ModelConfig.max_bubble` on, the most that the fork layers can make of a token, no cap ever
+binds: such a budget is allowed wherever one can be given, and means no limit (`ModelConfig.is_unlimited`).
 """
 
 import re
@@ -30,7 +33,7 @@ class Budget(NamedTuple):
     def of(cls, value: "BudgetLike | Budget", *, name: str = "budget") -> "Budget":
         """Reads a number, or one number a row. A float stands for the shortest decimal that denotes it."""
         if isinstance(value, Budget):
-            rows: list[Any] = [Fraction(n, d) if d else f"{n}/{d}" for n, d in zip(*value, strict=True)]
+            rows: list[Any] = _fractions(value, name)
         elif isinstance(value, Tensor):
             raise ValueError(
                 f"{name} is a tensor: its rounding would decide the number of streams; pass Python numbers (x.tolist())"
@@ -78,21 +81,34 @@ class Budget(NamedTuple):
         )
 
 
+def brief(value: object) -> str:
+    """A value as it is written, for a message of one line; Python itself refuses to write numbers of many digits."""
+    try:
+        text = repr(value).replace("\n", " ")
+    except ValueError:
+        return "a number of very many digits"
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def _fractions(value: Budget, name: str) -> list[Any]:
+    if {type(part) for column in value for part in column} != {int} or len({len(column) for column in value}) != 1:
+        raise ValueError(f"{name} = {brief(value)}: a Budget has as many numerators as denominators, all of them int")
+    return [Fraction(n, d) if d else f"{n}/{d}" for n, d in zip(*value, strict=True)]
+
+
 def _exact(value: Any, name: str) -> tuple[int, int]:
     """Numerator and denominator of the decimal that was written."""
-    text = str(value)
-    # Fraction writes 1e99999999 out in full: looked at first, so that nobody waits for it.
-    exponent = re.search(r"[eE]([+-]?\d+)\s*$", text)
-    is_short = len(text) <= 200 and (exponent is None or abs(int(exponent[1])) <= 20)
     try:
-        if isinstance(value, bool) or not is_short:
+        text = str(value)
+        # Fraction writes 1e99999999 out in full: looked at first, so that nobody waits for it.
+        exponent = re.search(r"[eE]([+-]?[\d_]+)\s*$", text)
+        if isinstance(value, bool) or len(text) > 200 or (exponent and abs(int(exponent[1])) > 20):
             raise ValueError
         fraction = Fraction(text)
     except (ValueError, ZeroDivisionError):
-        shown = repr(value) if len(text) <= 60 else f"{text[:60]}…"
-        raise ValueError(f"{name} = {shown} is not a number: give streams per token, e.g. 2 or 1.5") from None
+        raise ValueError(f"{name} = {brief(value)} is not a number: give streams per token, e.g. 2 or 1.5") from None
     if fraction < 1:
         raise ValueError(
-            f"{name} = {value} is below 1: every token keeps its original stream, so give 1 or more streams a token"
+            f"{name} = {value} is below 1: every token keeps its original stream, so give 1 or more streams per token"
         )
     return fraction.numerator, fraction.denominator

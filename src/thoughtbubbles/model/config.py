@@ -6,7 +6,7 @@ One class, three settings: plain GPT (no fork layers), copy-N (`copies=N`) and T
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from thoughtbubbles.model.budget import Budget
+from thoughtbubbles.model.budget import Budget, BudgetLike, brief
 
 Selection = Literal["block", "causal"]
 Merge = Literal["mixture", "residual", "original"]
@@ -41,7 +41,8 @@ class ModelConfig:
     copies: int = 1
     """N of the copy-N baseline: every embedding enters N times."""
     budget: int | float = 2
-    """r: streams allowed per token, 1 or more; read as the exact decimal that is written."""
+    """r: streams allowed per token, 1 or more; read as the exact decimal that is written. With n fork layers, 2^n or
+    more is no limit."""
     budget_mode: BudgetMode = "proportional"
     """proportional: the cap follows each row's number of tokens. fixed: that of a full block (block selection only)."""
     selection: Selection = "causal"
@@ -173,6 +174,10 @@ class ModelConfig:
         """No token can have more streams than this: each fork layer at most doubles a bubble."""
         return self.copies * 2 ** len(self.fork_layers)
 
+    def is_unlimited(self, budget: BudgetLike | Budget) -> bool:
+        """Whether no cap can bind under this budget (of several: under each): everything that forks is kept."""
+        return not self.fork_layers or all(n >= self.max_bubble * d for n, d in zip(*Budget.of(budget), strict=True))
+
     @classmethod
     def named(cls, name: str) -> "ModelConfig":
         """A size of `SIZES` in one of its forms; `dataclasses.replace` changes any field of it.
@@ -210,8 +215,7 @@ def every_fourth_layer(n_layer: int) -> tuple[int, ...]:
 
 def _require(condition: bool, field: str, value: object, remedy: str) -> None:
     if not condition:
-        shown = repr(value) if not is_whole(value) or abs(value) < 10**30 else "a number of very many digits"  # type: ignore[arg-type, operator]
-        raise ValueError(f"ModelConfig.{field} = {shown[:200]}: {remedy}")
+        raise ValueError(f"ModelConfig.{field} = {brief(value)}: {remedy}")
 
 
 # The paper's four (its topology table; forks before blocks 3, 7 and 11 whatever the depth; the mixture is too dear at

@@ -7,12 +7,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from thoughtbubbles.model.budget import Budget, BudgetLike
+from thoughtbubbles.model.budget import Budget, BudgetLike, brief
 from thoughtbubbles.model.config import BudgetMode, ModelConfig, Selection
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.selection import Rule
 
 WANTED = ("log_probs", "logits", "next_logits", "token_nll")
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)  # True and False are not among them
 
 
 class Inputs(NamedTuple):
@@ -77,14 +78,14 @@ def _check_whole_numbers(name: str, values: Tensor) -> None:
 
 def _check_words(want: Collection[str], trace: bool | str, *, has_targets: bool) -> None:
     if not isinstance(want, (tuple, list, set, frozenset)):
-        raise ValueError(f"want = {want!r}: give a tuple of names, such as ('log_probs',)")
+        raise ValueError(f"want = {brief(want)}: give a tuple of names, such as ('log_probs',)")
     for name in want:
-        if name not in WANTED:
-            raise ValueError(f"want has {name!r}: choose from {WANTED}")
+        if not isinstance(name, str) or name not in WANTED:
+            raise ValueError(f"want has {brief(name)}: choose from {WANTED}")
     if "token_nll" in want and not has_targets:
         raise ValueError("want has 'token_nll' but there are no targets: pass targets= as well")
-    if trace not in (False, True, "attention"):
-        raise ValueError(f"trace = {trace!r}: choose False, True or 'attention'")
+    if not isinstance(trace, (bool, str)) or trace not in (False, True, "attention"):
+        raise ValueError(f"trace = {brief(trace)}: choose False, True or 'attention'")
 
 
 def rule_of(
@@ -95,10 +96,9 @@ def rule_of(
     selection: str | None,
     budget_mode: str | None,
 ) -> Rule:
-    if selection is not None and selection not in get_args(Selection):
-        raise ValueError(f"selection = {selection!r}: choose one of {get_args(Selection)}")
-    if budget_mode is not None and budget_mode not in get_args(BudgetMode):
-        raise ValueError(f"budget_mode = {budget_mode!r}: choose one of {get_args(BudgetMode)}")
+    for name, value, kind in (("selection", selection, Selection), ("budget_mode", budget_mode, BudgetMode)):
+        if value is not None and (not isinstance(value, str) or value not in get_args(kind)):
+            raise ValueError(f"{name} = {brief(value)}: choose one of {get_args(kind)}")
     if (budget_mode or config.budget_mode) == "fixed" and (selection or config.selection) == "causal":
         raise ValueError(
             "a fixed budget looks at the whole block, so it goes with block selection only: "
@@ -119,8 +119,8 @@ def _row_lengths(lengths: Tensor | Sequence[int] | None, ids: Tensor, look_insid
     if lengths is None:
         return torch.full((batch,), n_tokens, device=ids.device)
     look_inside = look_inside or not isinstance(lengths, Tensor)  # Python numbers can always be looked at
-    lengths = torch.as_tensor(lengths)
-    if lengths.shape != (batch,) or lengths.is_floating_point():
+    lengths = whole_numbers("lengths", lengths, f"one whole number for each of the {batch} rows")
+    if lengths.shape != (batch,):
         raise ValueError(
             f"lengths have shape {tuple(lengths.shape)} and {lengths.dtype}: "
             f"give one whole number for each of the {batch} rows"
@@ -132,6 +132,20 @@ def _row_lengths(lengths: Tensor | Sequence[int] | None, ids: Tensor, look_insid
                 f"lengths has {wrong[0]}: each row has from 1 to {n_tokens} tokens here; leave empty rows out"
             )
     return lengths.to(device=ids.device, dtype=torch.int64)
+
+
+def whole_numbers(name: str, values: object, wanted: str) -> Tensor:
+    """A tensor of whole numbers, made of what was given if need be."""
+    if not isinstance(values, Tensor):
+        try:
+            tensor = torch.as_tensor(values)
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # text, rows of unequal length, 10^30, …
+            raise ValueError(f"{name} = {brief(values)}: give {wanted}") from None
+    else:
+        tensor = values
+    if tensor.dtype not in WHOLE:
+        raise ValueError(f"{name} have shape {tuple(tensor.shape)} and {tensor.dtype}: give {wanted}")
+    return tensor
 
 
 def _check_range(name: str, values: Tensor, vocab_size: int) -> None:

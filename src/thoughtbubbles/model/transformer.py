@@ -105,7 +105,10 @@ class Thoughtbubbles(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = None) -> "Thoughtbubbles":
-        """Opens a saved model: its folder, a checkpoint, or a whole training run (its newest checkpoint)."""
+        """Opens a saved model: its folder, a checkpoint, or a whole training run (its newest checkpoint).
+
+        It comes in evaluation mode; call `.train()` to train it further.
+        """
         from thoughtbubbles.checkpoint import load_model  # the form on disk is that file's business
 
         return load_model(folder, device=device, dtype=dtype)

@@ -2,14 +2,63 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from thoughtbubbles.checkpoint import WANTED, check_weights, find_model, read_config, read_weights
+from thoughtbubbles.files import named
 from thoughtbubbles.generate.cache import cache_memory
-from thoughtbubbles.model.budget import Budget
+from thoughtbubbles.model.budget import Budget, brief
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.cost import activation_bytes, cost, training_state_bytes
+
+MOST_ROWS = 1_000_000
+
+
+def inspect_model(
+    model: str,
+    *,
+    tokens: int | None,
+    rows: int,
+    copies: Sequence[int] | None,
+    budgets: Sequence[float] | None,
+) -> None:
+    """Of a size by name, or of a model in a folder."""
+    base, is_size = find_config(model)
+    if tokens is not None and not 1 <= tokens <= base.block_size:
+        raise ValueError(f"--tokens {brief(tokens)}: a row of {model} has from 1 to {base.block_size} tokens")
+    if not 1 <= rows <= MOST_ROWS:
+        raise ValueError(f"--rows {brief(rows)}: a batch has from 1 to {MOST_ROWS:,} rows")
+    plain = replace(base, fork_layers=(), merge="original", copies=1, authors_compat=False, score_bias=None)
+    if copies is None:
+        copies = (3, 5) if is_size else (base.copies,) * (base.copies > 1)
+    if budgets is None:
+        budgets = (2.0, 4.0) if is_size else (base.budget,)
+    variants = {"plain": plain} | {f"copy-{brief(n)}": replace(plain, copies=n) for n in copies}
+    if base.fork_layers:
+        variants |= {_label(base, r): replace(base, budget=r) for r in budgets}
+    show_costs(model, variants, tokens=tokens or base.block_size, rows=rows)
+
+
+def _label(base: ModelConfig, budget: float) -> str:
+    return f"{base.selection}, r = {budget:g}{' (no limit)' * base.is_unlimited(budget)}"
+
+
+def find_config(model: str) -> tuple[ModelConfig, bool]:
+    """The config, and whether it is that of a size by name."""
+    try:
+        return ModelConfig.named(model), True
+    except ValueError:
+        with named(model, WANTED):
+            if not Path(model).exists():
+                raise
+    folder = find_model(model)
+    config = read_config(folder)
+    check_weights(folder, read_weights(folder), config)  # a config alone could describe a model that takes for ever
+    return config, False
 
 
 def show_costs(size: str, variants: dict[str, ModelConfig], *, tokens: int, rows: int) -> None:

@@ -1,6 +1,7 @@
-"""Recipes at a glance, and one step of any of them at reduced size."""
+"""Recipes at a glance, and a dry run of any of them: everything is checked, and one step taken at reduced size."""
 
 import json
+import os
 import sys
 import tempfile
 from dataclasses import replace
@@ -12,6 +13,7 @@ from rich.table import Table
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.cost import Cost, cost
 from thoughtbubbles.recipes import RECIPES
+from thoughtbubbles.train.check import check_run
 from thoughtbubbles.train.config import ComputeConfig, DataConfig, EvalConfig, LogConfig, RunConfig, SaveConfig
 from thoughtbubbles.train.loop import Result, train
 
@@ -64,14 +66,19 @@ def reduced(config: RunConfig, out: Path) -> RunConfig:
     )
 
 
-def dry_run(config: RunConfig) -> Result:
-    """Counts the full model, takes one step of the reduced one, and prints the resolved config."""
-    found = cost(config.model)
+def dry_run(config: RunConfig, *, resume: bool = False) -> Result:
+    """Checks the real run without training it, takes one step of the reduced one, and prints the resolved config."""
     with tempfile.TemporaryDirectory() as folder:
-        result = train(reduced(config, Path(folder) / config.name))
-    print(json.dumps(config.as_dict(), indent=2))
-    print(
-        f"{config.name}: {found.parameters:,} parameters, {config.steps:,} steps of {config.tokens_per_step:,} tokens, "
-        f"{expected_flops(config, found) / 1e18:,.4g} EFLOP; one step at reduced size went well"
-    )
+        checked = check_run(config, resume=resume, made_in=Path(folder))
+        result = train(reduced(config, Path(folder) / "reduced"))
+    found = cost(config.model)
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(json.dumps(config.as_dict(), indent=2))
+        for line in checked:
+            print(line)
+        print(
+            f"{config.name}: {found.parameters:,} parameters, {config.steps:,} steps of {config.tokens_per_step:,} "
+            f"tokens, {expected_flops(config, found) / 1e18:,.4g} EFLOP; all that the run needs was checked, and one "
+            "step at reduced size went well"
+        )
     return result

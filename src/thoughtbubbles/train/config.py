@@ -7,11 +7,13 @@ says which fields may change between a start and a resume.
 import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from thoughtbubbles.data.loader import Source
 from thoughtbubbles.generate.sample import is_temperature
+from thoughtbubbles.model.budget import brief
 from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.train.fields import LARGEST, Count, check_kinds, option
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["auto", "bf16", "float32", "float64"]
@@ -19,12 +21,29 @@ Residual = Literal["float32", "bf16"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Optimizer = Literal["adamw", "muon"]
 
+# Whole numbers: the least and the most that makes sense. Larger ones would overflow somewhere, or never end.
+BOUNDS = {
+    "tokens": (1, LARGEST),
+    "tokens_per_step": (1, 2**30),
+    "seed": (-(2**63), 2**63 - 1),
+    "optim.max_skipped": (0, 10**9),
+    "save.every": (0, LARGEST),
+    "save.keep": (1, 10**6),  # without one, nothing could be resumed
+    "eval.every": (0, LARGEST),
+    "eval.tokens": (1, LARGEST),
+    "eval.sample_tokens": (0, 2**24),
+    "log.every": (1, LARGEST),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     mixture: tuple[str, ...] = ("synthetic",)
     """Prepared folders, each as DIR or DIR=WEIGHT (its share of the rows); `synthetic` and `stdlib` are made on the
     spot: byte text from a formula, and the documentation inside Python's own standard library."""
+    val: tuple[str, ...] = ()
+    """Prepared folders to validate on, in place of the `val` splits of the mixture: the `val` split of each, or all of
+    it where it has none. Made with the same tokenizer."""
     verify: bool = True
     """Check every shard's checksum before step 0."""
 
@@ -84,13 +103,13 @@ class SaveConfig:
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     every: int = 1000
-    """Steps between evaluations on the held-out split; 0 evaluates at the end only."""
-    tokens: int = 1 << 20
-    """Held-out tokens of each source to use, at most."""
+    """Steps between evaluations on the validation split; 0 evaluates at the end only."""
+    tokens: Count = 1 << 20
+    """Validation tokens of each source to use, at most."""
     sample_tokens: int = 64
     """Tokens to write after each prompt at every evaluation; 0 writes none."""
-    prompts: tuple[str, ...] = ("The ",)
-    """What samples begin with."""
+    prompts: tuple[str, ...] = ()
+    """What samples begin with; by default the first tokens of each source's validation text."""
     temperature: float = 0.8
     """Of the samples."""
 
@@ -113,9 +132,9 @@ class RunConfig:
     """What the run is called in logs."""
     model: ModelConfig
     """The model's shape."""
-    tokens: int
+    tokens: Count
     """Tokens to train on, rounded up to whole steps."""
-    tokens_per_step: int
+    tokens_per_step: Count
     """Tokens of one optimizer step over all devices: a multiple of the block size."""
     data: DataConfig = field(default_factory=DataConfig)
     """What to learn from."""
@@ -128,7 +147,7 @@ class RunConfig:
     save: SaveConfig = field(default_factory=SaveConfig)
     """Checkpoints."""
     eval: EvalConfig = field(default_factory=EvalConfig)
-    """Held-out loss and samples."""
+    """Validation loss and samples."""
     log: LogConfig = field(default_factory=LogConfig)
     """What is shown and written."""
     profile: bool = False
@@ -141,33 +160,30 @@ class RunConfig:
     """Start from a model's weights: a model folder, a checkpoint or a run. Fork layers that it lacks start fresh."""
 
     def __post_init__(self) -> None:
+        check_kinds(self)
+        for group in ("data", "optim", "compute", "save", "eval", "log"):
+            check_kinds(getattr(self, group), prefix=f"{group}.")
+        for name, (least, most) in BOUNDS.items():
+            value = self._value(name)
+            _require(least <= value <= most, name, value, f"give a whole number from {least} to {most:,}")
         block = self.model.block_size
         _require(
-            self.tokens_per_step > 0 and self.tokens_per_step % block == 0,
+            self.tokens_per_step % block == 0,
             "tokens_per_step",
             self.tokens_per_step,
             f"give a multiple of the block size, {block}",
         )
-        _require(self.tokens > 0, "tokens", self.tokens, "give 1 or more")
         _require(bool(self.data.mixture), "data.mixture", self.data.mixture, "name at least one prepared folder")
         for entry in self.data.mixture:
             Source.parse(entry)
         self._check_optim()
-        for group, names in (
-            ("save", ("every", "keep")),
-            ("eval", ("every", "sample_tokens")),
-            ("optim", ("max_skipped",)),
-        ):
-            for name in names:
-                value = getattr(getattr(self, group), name)
-                _require(value >= 0, f"{group}.{name}", value, "give 0 or more")
-        _require(self.save.keep >= 1, "save.keep", self.save.keep, "keep 1 or more, or nothing could be resumed")
         for share in self.save.milestones:
             _require(0 < share <= 1, "save.milestones", share, "give shares of the run between 0 and 1, such as 0.5")
-        _require(self.log.every >= 1, "log.every", self.log.every, "give 1 or more")
         _require(self.eval.tokens >= block, "eval.tokens", self.eval.tokens, f"give at least one row, {block}")
         heat = self.eval.temperature
         _require(is_temperature(heat), "eval.temperature", heat, "give 0 (greedy) or 0.001 and up")
+        peak = self.log.peak_tflops
+        _require(peak is None or 0 < peak < math.inf, "log.peak_tflops", peak, "give a positive number")
         micro = self.compute.micro_rows
         _require(
             micro is None or (micro >= 1 and self.rows % micro == 0),
@@ -175,25 +191,21 @@ class RunConfig:
             micro,
             f"give a divisor of the {self.rows} rows of a step",
         )
-        _require(self.device in get_args(Device), "device", self.device, f"choose one of {get_args(Device)}")
-        precision = self.compute.precision
-        _require(precision in get_args(Precision), "compute.precision", precision, f"choose from {get_args(Precision)}")
-        residual = self.compute.residual
-        _require(residual in get_args(Residual), "compute.residual", residual, f"choose from {get_args(Residual)}")
 
     def _check_optim(self) -> None:
         optim = self.optim
-        for name, kind in (("kind", Optimizer), ("schedule", Schedule)):
-            value = getattr(optim, name)
-            _require(value in get_args(kind), f"optim.{name}", value, f"choose one of {get_args(kind)}")
-        _require(math.isfinite(optim.lr) and optim.lr > 0, "optim.lr", optim.lr, "give a positive number")
+        _require(0 < optim.lr < math.inf, "optim.lr", optim.lr, "give a positive number")
         for name in ("warmup", "decay", "floor"):
             value = getattr(optim, name)
             _require(0 <= value <= 1, f"optim.{name}", value, "give a share between 0 and 1")
         for beta in optim.betas:
             _require(0 <= beta < 1, "optim.betas", optim.betas, "give two numbers from 0 to below 1")
-        _require(optim.clip >= 0, "optim.clip", optim.clip, "give 0 (no clipping) or more")
-        _require(optim.weight_decay >= 0, "optim.weight_decay", optim.weight_decay, "give 0 or more")
+        _require(0 <= optim.clip < math.inf, "optim.clip", optim.clip, "give 0 (no clipping) or more")
+        _require(0 <= optim.weight_decay < math.inf, "optim.weight_decay", optim.weight_decay, "give 0 or more")
+
+    def _value(self, name: str) -> Any:
+        group, _, field_name = name.rpartition(".")
+        return getattr(getattr(self, group) if group else self, field_name)
 
     @property
     def rows(self) -> int:
@@ -270,4 +282,4 @@ def _plain(value: Any) -> Any:
 
 def _require(condition: bool, name: str, value: object, remedy: str) -> None:
     if not condition:
-        raise ValueError(f"--{name.replace('_', '-')} {value}: {remedy}")
+        raise ValueError(f"{option(name)} {brief(value)}: {remedy}")

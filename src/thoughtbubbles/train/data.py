@@ -1,4 +1,4 @@
-"""The data of a run as one rank sees it: its rows of every training batch, and of every held-out batch."""
+"""The data of a run as one rank sees it: its rows of every training batch, and of every validation batch."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from thoughtbubbles.data.loader import IGNORED, Batch, HeldOut, Loader, Source, micro_steps, rows_of_rank
+from thoughtbubbles.data.shards import has_split
 from thoughtbubbles.data.stdlib import write_stdlib
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
@@ -22,6 +23,8 @@ MADE_HERE: dict[str, Callable[[Path], None]] = {
     "synthetic": partial(write_synthetic, n_tokens=1_000_000, seed=0),
     "stdlib": write_stdlib,
 }
+SMALL_VALIDATION = 10_000  # tokens: below, chance moves the loss in its second decimal
+PROMPT_TOKENS = 16  # of the text that samples begin with
 
 
 class StepInputs(NamedTuple):
@@ -33,34 +36,84 @@ class StepInputs(NamedTuple):
     all_real: Tensor  # of the whole step, over all ranks
 
 
+class Validation(NamedTuple):
+    """What a loss is measured on: a folder, under the name that the loss has."""
+
+    name: str
+    source: Source
+    split: str
+
+
 class RunData:
-    def __init__(self, config: RunConfig, world: World):
+    def __init__(self, config: RunConfig, world: World, *, made_in: Path | None = None):
+        """Opens and checks all of it; data that needs no preparation is made in the run's folder, or in `made_in`."""
         self.rows, self.world = config.rows, world
         self.micro_rows = config.compute.micro_rows or max(1, config.rows // world.size)
         self.n_micro = micro_steps(config.rows, micro_rows=self.micro_rows, world=world.size)
-        sources = [_source(entry, config.folder) for entry in config.data.mixture]
+        home = made_in or config.folder
+        sources = [_source(Source.parse(entry), home) for entry in config.data.mixture]
         verify = config.data.verify and world.is_first  # once is enough
         n_tokens = config.model.block_size
         self.loader = Loader(sources, rows=config.rows, n_tokens=n_tokens, seed=config.seed, verify=verify)
-        self.held_out = HeldOut(
-            sources,
-            rows=self.micro_rows * world.size,
-            n_tokens=n_tokens,
-            max_tokens=config.eval.tokens,
-            verify=verify,
-        )
-        for part in (self.loader, self.held_out):
-            part.check_vocab(config.model.vocab_size)
-        self.tokenizer = tokenizer(self.loader.tokenizer)
-        names = [source.path.name for source in sources]
-        self.names = [name if names.count(name) == 1 else str(s.path) for name, s in zip(names, sources, strict=True)]
         self.shares = [facts.share for facts in self.loader.describe()]
+        self.is_own = not config.data.val and all(has_split(source.path, "val") for source in sources)
+        self.validation = _own(sources) if not config.data.val else _others(config.data.val, sources, home)
+        self.held_out = [
+            HeldOut(
+                [source],
+                rows=self.micro_rows * world.size,
+                n_tokens=n_tokens,
+                max_tokens=config.eval.tokens,
+                split=split,
+                verify=verify,
+            )
+            for _, source, split in self.validation
+        ]
+        self._check(config.model.vocab_size)
+        self.tokenizer = tokenizer(self.loader.tokenizer)
+        self.notes = self._notes(sources, is_given=bool(config.data.val))
         # What a resumed run compares: folders may have moved, but the indexes hold the checksums of all shards.
         self.fingerprints = [
             {"name": source.path.name, "share": share, "index": zlib.crc32((source.path / "index.json").read_bytes())}
             for source, share in zip(sources, self.shares, strict=True)
         ]
         world.wait()
+
+    def _check(self, vocab_size: int) -> None:
+        """One tokenizer for all, and a model with room for its ids."""
+        ours = self.loader.tokenizer
+        for (_, source, _), held_out in zip(self.validation, self.held_out, strict=True):
+            if held_out.tokenizer != ours:
+                raise ValueError(
+                    f"--data.val {source.path} was made with tokenizer {held_out.tokenizer!r}, the training data with "
+                    f"{ours!r}: prepare both with the same one"
+                )
+        if (needed := max(part.largest_id for part in (self.loader, *self.held_out)) + 1) > vocab_size:
+            raise ValueError(
+                f"--model.vocab-size {vocab_size} is too small: the data, made with tokenizer {ours!r}, has ids up to "
+                f"{needed - 1}; give {needed} or more{', such as 50304 (recipe small-gpt2)' * (ours == 'gpt2')}, or "
+                "prepare the data with another --tokenizer"
+            )
+
+    def _notes(self, sources: list[Source], *, is_given: bool) -> list[str]:
+        """What the run should say about its validation, one line each."""
+        having = {source.path for _, source, _ in self.validation}
+        lacking = [str(source.path) for source in sources if source.path not in having]
+        notes = []
+        if not self.validation:
+            notes.append(
+                f"no validation loss: {', '.join(lacking)} has no val split; --data.val DIR gives another folder, and "
+                "`prepare` makes one with --held-out or --val"
+            )
+        elif lacking and not is_given:
+            notes.append(f"no validation loss for {', '.join(lacking)}, which has no val split")
+        for (name, *_), held_out in zip(self.validation, self.held_out, strict=True):
+            if held_out.n_tokens_in_split < SMALL_VALIDATION:
+                notes.append(
+                    f"the validation split of {name} is very small ({held_out.n_tokens_in_split:,} tokens): its loss "
+                    "is a rough estimate"
+                )
+        return notes
 
     def micro_batches(self, n: int) -> list[Batch]:
         """This rank's part of global batch n, one for each forward."""
@@ -84,9 +137,24 @@ class RunData:
         return StepInputs(n, [to_device(batch, device) for batch in batches], real, self.world.total(real.sum()))
 
     def held_out_batches(self) -> Iterator[Batch]:
-        """This rank's rows of every held-out batch: all ranks go through equally many forwards."""
+        """This rank's rows of every validation batch: all ranks go through equally many forwards."""
         mine = slice(self.world.rank * self.micro_rows, (self.world.rank + 1) * self.micro_rows)
-        return (Batch(*(array[mine] for array in batch)) for batch in self.held_out)
+        for index, held_out in enumerate(self.held_out):
+            for batch in held_out:
+                ids, targets, lengths, source = (array[mine] for array in batch)
+                yield Batch(ids, targets, lengths, np.full_like(source, index))
+
+    def beginnings(self) -> list[list[int]]:
+        """The first tokens of each source's validation text, of its training text where no source has any."""
+        texts = [(source, split) for _, source, split in self.validation]
+        found = []
+        for source, split in texts or [(source, "train") for source in self.loader.sources]:
+            n = PROMPT_TOKENS
+            row = HeldOut([source], rows=1, n_tokens=n, max_tokens=n, split=split, verify=False)[0]
+            ids = row.ids[0, : row.lengths[0]].tolist()
+            end = ids.index(self.tokenizer.end_of_text) if self.tokenizer.end_of_text in ids else len(ids)
+            found.append(ids[: max(1, end)])
+        return found
 
     def describe(self, steps: int) -> list[str]:
         lines = []
@@ -99,11 +167,34 @@ class RunData:
         return lines
 
 
-def _source(entry: str, run: Path) -> Source:
-    source = Source.parse(entry)
+def _own(sources: list[Source]) -> list[Validation]:
+    """The `val` splits of the sources that have one."""
+    having = [source for source in sources if has_split(source.path, "val")]
+    return [Validation(name, source, "val") for name, source in zip(_names(having), having, strict=True)]
+
+
+def _others(entries: tuple[str, ...], sources: list[Source], home: Path) -> list[Validation]:
+    """Folders of `--data.val`: the `val` split of each, or all of it where it has none."""
+    found = [_source(Source(Path(entry)), home) for entry in entries]
+    if len({source.path for source in found}) < len(found):
+        raise ValueError(f"--data.val {' '.join(entries)}: names a folder twice; give it once")
+    trained_on = {source.path.resolve() for source in sources}
+    splits = ["val" if has_split(source.path, "val") else "train" for source in found]
+    for source, split in zip(found, splits, strict=True):
+        if split == "train" and source.path.resolve() in trained_on:
+            raise ValueError(f"--data.val {source.path}: it is trained on, and has no val split; give another folder")
+    return [Validation(*each) for each in zip(_names(found), found, splits, strict=True)]
+
+
+def _names(sources: list[Source]) -> list[str]:
+    names = [source.path.name for source in sources]
+    return [name if names.count(name) == 1 else str(s.path) for name, s in zip(names, sources, strict=True)]
+
+
+def _source(source: Source, home: Path) -> Source:
     make = MADE_HERE.get(str(source.path))
     if make is None:
         return source
-    folder = run / "data" / source.path
+    folder = home / "data" / source.path
     make(folder)
     return Source(folder, source.weight)

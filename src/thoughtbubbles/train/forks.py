@@ -10,6 +10,7 @@ from torch import Tensor
 from thoughtbubbles.model.fork import ForkRecord
 
 QUANTILES = (0.1, 0.5, 0.9)
+QUANTILE_NAMES = ("p10", "p50", "p90")
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +13,9 @@ import torch
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from thoughtbubbles.files import write_json
+from thoughtbubbles.files import named, read_bytes, read_object, write_atomically, write_json
 from thoughtbubbles.train.config import LogConfig
+from thoughtbubbles.train.forks import QUANTILE_NAMES
 
 # Dense bfloat16 TFLOP/s from the makers' data sheets, by a part of torch's name for the device.
 PEAK_TFLOPS = {
@@ -52,10 +54,11 @@ class Log:
         if not self.is_first:
             return
         path = self.folder / "metrics.jsonl"
-        if path.exists():
-            _take_back(path, done)
-        self._sinks = list(_sinks(self.config, self.folder, self._name, config, done=done))
-        self.metrics = path.open("a")
+        with named(path, "make it a file that can be written to, or give another --out"):
+            if path.exists():
+                _take_back(path, done)
+            self._sinks = list(_sinks(self.config, self.folder, self._name, config, done=done))
+            self.metrics = path.open("a")
         if self.console.is_terminal:
             self._progress = Progress(
                 TextColumn("{task.description}"),
@@ -89,7 +92,7 @@ class Log:
             self.failed = True
         for sink in list(self._sinks):
             try:
-                sink(facts["step"], _flat(facts))
+                sink(facts["step"], flat(facts))
             except Exception as error:
                 self._sinks.remove(sink)
                 self.say(f"a log besides metrics.jsonl cannot be written ({error}); the run goes on without it")
@@ -154,13 +157,17 @@ def _json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _flat(facts: dict[str, Any], prefix: str = "") -> dict[str, float]:
+def flat(facts: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """Numbers by name, e.g. `forks/layer-3/streams` and `forks/layer-3/scores/p50`."""
     found: dict[str, float] = {}
     for key, value in facts.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{key}/")
-        elif isinstance(value, list):
-            found |= _flat({str(index): item for index, item in enumerate(value)}, f"{prefix}{key}/")
+        if key == "forks":
+            rest = {f"layer-{fork['layer']}": {k: v for k, v in fork.items() if k != "layer"} for fork in value}
+            found |= flat(rest, f"{prefix}forks/")
+        elif key == "scores":
+            found |= flat(dict(zip(QUANTILE_NAMES, value, strict=True)), f"{prefix}scores/")
+        elif isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}/")
         elif isinstance(value, (int, float)):
             found[f"{prefix}{key}"] = float(value)
     return found
@@ -169,17 +176,15 @@ def _flat(facts: dict[str, Any], prefix: str = "") -> dict[str, float]:
 def _take_back(path: Path, done: int) -> None:
     """Drops what came after step `done`; an evaluation at that step is made again. A line cut short goes too."""
     kept = []
-    for line in path.read_text(errors="replace").splitlines():
+    for line in read_bytes(path, remedy="remove it, and --resume again").decode(errors="replace").splitlines():
         try:
             facts = json.loads(line)
             step = int(facts["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
         if step < done or (step == done and not any(key.startswith("held_out") for key in facts)):
             kept.append(line)
-    partial = path.with_name(".metrics.jsonl.partial")
-    partial.write_text("".join(f"{line}\n" for line in kept))
-    partial.replace(path)
+    write_atomically(path, [f"{line}\n".encode() for line in kept])
 
 
 def _sinks(
@@ -214,4 +219,7 @@ def _wandb_id(folder: Path) -> str:
     path = folder / "wandb.json"
     if not path.exists():
         write_json(path, {"id": f"{time.time_ns():x}"})
-    return str(json.loads(path.read_text())["id"])
+    found = read_object(path, remedy="remove it to log to a new run there").get("id")
+    if not (isinstance(found, str) and re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", found)):
+        raise ValueError(f"{path} has no id of a run: remove it to log to a new run there")
+    return found

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import traceback
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -23,9 +22,6 @@ import torch
 from torch import Tensor
 
 from thoughtbubbles import __version__
-from thoughtbubbles.evals.heldout import held_out_sums
-from thoughtbubbles.generate.requests import Request, generate
-from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.fork import ForkRecord
 from thoughtbubbles.train.ahead import compile_ahead
@@ -33,12 +29,14 @@ from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.data import RunData, StepInputs
 from thoughtbubbles.train.forks import fork_statistics
 from thoughtbubbles.train.log import Log, Speed, peak_tflops
-from thoughtbubbles.train.optim import Optimizer, learning_rate
+from thoughtbubbles.train.optim import Optimizer, learning_rate, warmup_steps
 from thoughtbubbles.train.parallel import World, find_precision, join, parallelize, sync_gradients, uses_graph
 from thoughtbubbles.train.passes import Later, Micro, Passes
 from thoughtbubbles.train.precision import Products
-from thoughtbubbles.train.start import build_model, describe, find_checkpoint, own_folder, same_run
+from thoughtbubbles.train.resume import describe, find_checkpoint, same_run
+from thoughtbubbles.train.start import build_model, own_folder
 from thoughtbubbles.train.state import Checkpoints, SaveError, clean, folder_name, restore, set_aside
+from thoughtbubbles.train.validation import mix, samples, validation_losses
 from thoughtbubbles.train.watch import Watch
 
 
@@ -50,7 +48,13 @@ class Result:
     checkpoint: Path  # the last one
     step: int
     finished: bool  # False: stopped by a signal, to be resumed
-    held_out: dict[str, float]  # loss of each source at the last evaluation
+    held_out: dict[str, float]  # validation loss of each source at the last evaluation; empty where there is none
+    stopped_by: int | None = None  # the signal's number
+
+    @property
+    def exit_code(self) -> int:
+        """0 for a finished run, else what shells and schedulers expect of one that a signal has ended."""
+        return 0 if self.finished else 128 + (self.stopped_by or signal.SIGTERM)
 
 
 class Launched(NamedTuple):
@@ -86,8 +90,10 @@ class Trainer:
         self.precision = find_precision(config.compute, world.device.type)
         self.data = RunData(config, world)
         state = None
+        self.warmup = warmup_steps(config.optim, config.steps)
         if found is not None:
             state = same_run(found, config, precision=self.precision, fingerprints=self.data.fingerprints)
+            self.warmup = state.warmup_steps if state.warmup_steps is not None else self.warmup
 
         join = compile_ahead(config.model, config.compute, world)
         self.model = build_model(config if found is None else replace(config, init_from=None), self.log.say)
@@ -100,19 +106,19 @@ class Trainer:
             self.folder,
             world,
             keep=config.save.keep,
-            milestones=config.milestone_steps,
+            milestones=config.milestone_steps | set(state.milestones or () if state is not None else ()),
             tokenizer=self.data.tokenizer,
         )
         self.done = self.skipped_in_a_row = 0  # finished steps, and how many of the last were skipped
         if found is not None and state is not None:
             restore(found, self.model, self.optimizer, world)
-            self.done, self.skipped_in_a_row = state["step"], state["skipped_in_a_row"]
+            self.done, self.skipped_in_a_row = state.step, state.skipped_in_a_row
         self._ahead: StepInputs | None = None  # of the next step
         self._unread: Launched | None = None  # the step whose numbers nobody has looked at yet
         self._most_skipped = 0  # steps in a row, in this process
         self._begun_at = self.done
         self.held_out: dict[str, float] = {}
-        self._asked_to_stop = False  # by a signal to this rank
+        self._signal: int | None = None  # that has asked this rank to stop
         self._stop = False  # as agreed by all ranks
 
     def run(self) -> Result:
@@ -121,7 +127,7 @@ class Trainer:
             self.folder.mkdir(parents=True, exist_ok=True)
             clean(self.folder)
             set_aside(self.folder, self.done)
-            describe(self.folder, config, done=self.done)
+            describe(self.folder, config, done=self.done, warmup=self.warmup)
         self.log.start(config.as_dict(), done=self.done)
         self._announce()
         speed = Speed(
@@ -145,8 +151,10 @@ class Trainer:
             self._report_failed_save(final=True)
             finished = self.done == config.steps
             if not finished:
-                self.log.say(f"stopped after step {self.done}; go on with --resume")
-            return Result(self.folder, self.folder / folder_name(self.done), self.done, finished, self.held_out)
+                go_on = f"thoughtbubbles train --resume {self.folder}"
+                self.log.say(f"stopped after step {self.done}; go on with: {go_on}")
+            checkpoint = self.folder / folder_name(self.done)
+            return Result(self.folder, checkpoint, self.done, finished, self.held_out, self._signal)
         finally:
             with suppress(Exception):  # what went wrong is on its way already
                 self._note_unread(speed)
@@ -161,7 +169,7 @@ class Trainer:
         self._unread = self.launch()
         self.done += 1
         if not self.world.is_distributed:  # several ranks must agree, and know of a signal one step later
-            self._stop = self._stop or self._asked_to_stop
+            self._stop = self._stop or self._signal is not None
         if before is not None:
             self._note(before, speed)
         is_due = config.logs_after(self.done) or config.saves_after(self.done) or config.evaluates_after(self.done)
@@ -200,7 +208,7 @@ class Trainer:
         Its loss is one mean over all real targets of all ranks. The host does not wait for the device.
         """
         config, device, n = self.config, self.world.device, self.done
-        torch.manual_seed(_mix(config.seed, n, self.world.rank))
+        torch.manual_seed(mix(config.seed, n, self.world.rank))
         inputs = self._ahead if self._ahead is not None and self._ahead.step == n else self.data.inputs(n)
         shares = inputs.real / inputs.all_real.clamp(min=1)
         last = len(inputs.micros) - 1
@@ -212,8 +220,8 @@ class Trainer:
             micro = Micro(ids, targets, lengths, shares[index])
             passed = self.passes(micro, is_first=index == 0, trace=is_logged and index == last)
             total = total + passed.loss
-        loss, stop = self.world.total(torch.stack([total, torch.full_like(total, self._asked_to_stop)]))
-        lr = learning_rate(config.optim, n, config.steps)
+        loss, stop = self.world.total(torch.stack([total, torch.full_like(total, self._signal is not None)]))
+        lr = learning_rate(config.optim, n, config.steps, self.warmup)
         norm = self.optimizer.step(lr, clip=config.optim.clip, loss=loss)
         self.passes.release()
         numbers = torch.stack([number.to(inputs.real.dtype) for number in (loss, norm, inputs.all_real, stop)])
@@ -238,6 +246,9 @@ class Trainer:
             "step": self.done,
             "updates": self.optimizer.updates,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "warmup_steps": self.warmup,
+            "ranks": self.world.size,
+            "milestones": sorted(self.checkpoints.milestones),
             "precision": self.precision,
             "data": self.data.fingerprints,
             "config": self.config.as_dict(),
@@ -247,47 +258,18 @@ class Trainer:
         self.log.write({"step": self.done, "saving": folder_name(self.done)})
 
     def evaluate(self) -> None:
-        """Held-out loss of each source and of the mixture, and samples."""
+        """Validation loss of each source and of the mixture, and samples."""
         was_training = self.model.training
         self.model.eval()
-        sums = held_out_sums(
-            self.model,
-            self.data.held_out_batches(),
-            n_sources=len(self.data.names),
-            device=self.world.device,
-            precision=self.products,
-        )
-        sums = self.world.total(sums)
-        each = (sums[:, 0] / sums[:, 1]).tolist()
-        losses = dict(zip(self.data.names, each, strict=True))
-        if len(losses) > 1:
-            losses["mixture"] = sum(share * loss for share, loss in zip(self.data.shares, each, strict=True))
-        self.held_out = losses
-        self.log.write({"step": self.done, "held_out": losses})
-        shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-        self.log.say(f"step {self.done}/{self.config.steps}  held-out loss: {shown}")
-        self._sample()
-        self.model.train(was_training)
-
-    def _sample(self) -> None:
-        settings, tokenizer = self.config.eval, self.data.tokenizer
-        limit = self.config.model.block_size
-        if settings.sample_tokens == 0 or tokenizer.size > self.config.model.vocab_size or limit < 2:
-            return
-        for index, prompt in enumerate(settings.prompts):
-            ids = (tokenizer.encode(prompt) or [tokenizer.end_of_text])[: limit - 1]
-            request = Request(
-                prompt=ids,
-                max_new=min(settings.sample_tokens, limit - len(ids)),
-                sampling=Sampling(temperature=settings.temperature, seed=_mix(self.config.seed, self.done, index)),
-                end_ids=(),
-            )
-            # Every length is a new shape: not worth compiling for. Recomputed, since a sharded model runs as a whole.
-            with self.products(), torch.compiler.set_stance("force_eager"):
-                (written,) = generate(self.model, [request], tokenizer=tokenizer, method="recomputed")
-            text = tokenizer.decode([*ids, *written.ids])
+        self.held_out = validation_losses(self.model, self.data, world=self.world, products=self.products)
+        if self.held_out:
+            self.log.write({"step": self.done, "held_out": self.held_out})
+            shown = "  ".join(f"{name} {loss:.4f}" for name, loss in self.held_out.items())
+            self.log.say(f"step {self.done}/{self.config.steps}  held-out loss: {shown}")
+        for prompt, text in samples(self.model, self.data, self.config, products=self.products, step=self.done):
             self.log.write({"step": self.done, "held_out_sample": text, "prompt": prompt})
             self.log.say(f"  sample: {text!r}")
+        self.model.train(was_training)
 
     def _count_skipped(self, skipped: bool, step: int) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
@@ -322,13 +304,15 @@ class Trainer:
         config, data, world = self.config, self.data, self.world
         if self.done:
             self.log.say(f"resumed {self.folder} after step {self.done}")
+            if self.warmup != warmup_steps(config.optim, config.steps):
+                self.log.say(f"its length has changed: the warm-up stays what it was, {self.warmup} steps")
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.log.say(
             f"{config.name}: {parameters:,} parameters, {config.steps:,} steps of {config.tokens_per_step:,} tokens "
             f"({config.rows} rows = {data.n_micro} × {data.micro_rows} × {world.size} "
             f"rank{'s' * (world.size > 1)}), {world.device.type}, {self.precision}; writing to {self.folder}"
         )
-        for line in data.describe(config.steps):
+        for line in [*data.describe(config.steps), *data.notes]:
             self.log.say(f"  {line}")
 
     @contextmanager
@@ -339,9 +323,9 @@ class Trainer:
         """
 
         def stop(number: int, _: Any) -> None:
-            if self._asked_to_stop and number == signal.SIGINT:
+            if self._signal is not None and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self._asked_to_stop = True
+            self._signal = number
             self.log.say(f"{signal.Signals(number).name}: finishing this step, then saving")
 
         try:
@@ -354,8 +338,3 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _mix(*numbers: int) -> int:
-    """One seed from several numbers."""
-    return zlib.crc32(repr(numbers).encode())

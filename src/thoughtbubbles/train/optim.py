@@ -29,9 +29,16 @@ EPSILON = 1e-8  # beside the root of the second moment
 TINY = 1e-6  # beside the norm, as in torch's clip_grad_norm_
 
 
-def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
-    """Of step 0 … steps − 1. The warm-up ends at the peak; cosine and wsd end at `floor` times it."""
-    warmup = round(optim.warmup * steps)
+def warmup_steps(optim: OptimConfig, steps: int) -> int:
+    return round(optim.warmup * steps)
+
+
+def learning_rate(optim: OptimConfig, step: int, steps: int, warmup: int | None = None) -> float:
+    """Of step 0 … steps − 1. The warm-up ends at the peak; cosine and wsd end at `floor` times it.
+
+    `warmup` is its number of steps where that is not the config's share: a run that was extended keeps its own.
+    """
+    warmup = warmup_steps(optim, steps) if warmup is None else warmup
     if step < warmup:
         return optim.lr * (step + 1) / warmup
     if optim.schedule == "constant":

@@ -1,23 +1,27 @@
-"""How a run begins: with fresh weights, with another model's, or where a checkpoint of its own left off."""
+"""How a run begins: its own folder, and fresh weights or another model's."""
 
-import json
 import os
-import platform
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
-from thoughtbubbles import __version__
-from thoughtbubbles.checkpoint import checkpoints, find_model, read_config, read_weights
-from thoughtbubbles.files import locked, write_json
+from thoughtbubbles.checkpoint import (
+    check_dtypes,
+    check_manifest,
+    find_model,
+    misfits,
+    read_config,
+    read_weights,
+    shapes,
+)
+from thoughtbubbles.files import locked, named, short_name
+from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
-from thoughtbubbles.train.config import RunConfig, differences
+from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.parallel import World
-from thoughtbubbles.train.state import newest_good, read_state
 
 
 def build_model(config: RunConfig, say: Callable[[str], None]) -> Thoughtbubbles:
@@ -36,25 +40,26 @@ def build_model(config: RunConfig, say: Callable[[str], None]) -> Thoughtbubbles
 
 def initialize(model: Thoughtbubbles, path: Path) -> list[str]:
     """Weights from a saved model. Fork layers that it lacks keep their fresh ones; returns their names."""
+    weights, fresh = fitting_weights(model.config, path)
+    model.load_state_dict({**model.state_dict(), **weights})
+    return fresh
+
+
+def fitting_weights(config: ModelConfig, path: Path) -> tuple[dict[str, Tensor], list[str]]:
+    """The weights of a saved model, checked against its manifest, and the names that the new model has besides."""
     folder = find_model(path)
-    weights = read_weights(folder)
-    own = model.state_dict()
-    fresh = [name for name in own if name not in weights]
-    wrong = [f"{name} is missing" for name in fresh if not name.startswith("forks.")]
-    wrong += [f"{name} has no place in this model" for name in weights if name not in own]
-    wrong += [
-        f"{name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}"
-        for name, tensor in weights.items()
-        if name in own and tensor.shape != own[name].shape
-    ]
-    if wrong:
+    check_manifest(folder)
+    weights, expected = read_weights(folder), shapes(config)
+    fresh = [name for name in expected if name not in weights and name.startswith("forks.")]
+    wrong = misfits({name: shape for name, shape in expected.items() if name not in fresh}, weights)
+    if wrong is not None:
         theirs = read_config(folder)
         raise ValueError(
-            f"--init-from {path} does not fit the model: {'; '.join(wrong[:3])}. It has {theirs.n_layer} layers of "
+            f"--init-from {path} does not fit the model: {wrong}. It has {theirs.n_layer} layers of "
             f"width {theirs.width}, vocabulary {theirs.vocab_size} and fork layers {theirs.fork_layers}"
         )
-    model.load_state_dict({**own, **weights})
-    return fresh
+    check_dtypes(folder, weights)
+    return weights, fresh
 
 
 @contextmanager
@@ -68,19 +73,17 @@ def own_folder(run: Path, world: World) -> Iterator[None]:
 
 @contextmanager
 def _made_and_locked(run: Path) -> Iterator[None]:
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {run}: it cannot be made ({error.strerror}); give another folder") from None
-    with locked(run, doing="training in"):
+    with ExitStack() as held:
+        with named(f"--out {short_name(run)}", "give another folder"):
+            run.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(run, doing="training in"))
         yield
 
 
 def _check_shared(run: Path, world: World) -> None:
     """Every rank must see what the first one writes: a checkpoint is the work of all of them."""
     mark = world.first(lambda: run / f".seen-by-all-{os.getpid()}")
-    if world.is_first:
-        mark.touch()
+    world.first(lambda: _touch(mark))
     world.wait()
     trouble = None if mark.exists() else f"rank {world.rank} does not see {run} as the first rank does"
     trouble = world.agree(trouble)
@@ -90,55 +93,6 @@ def _check_shared(run: Path, world: World) -> None:
         raise ValueError(f"{trouble}: give an --out on a file system that all hosts share")
 
 
-def find_checkpoint(run: Path, *, resume: bool, say: Callable[[str], None]) -> Path | None:
-    """What to resume from; None starts at step 0."""
-    if not resume:
-        if checkpoints(run):
-            raise ValueError(f"{run} has checkpoints of a run: pass --resume to go on with it, or choose another --out")
-        return None
-    found = newest_good(run, say)
-    if found is None and checkpoints(run):
-        raise ValueError(f"no checkpoint in {run} is whole: begin again with another --out")
-    if found is None:
-        say(f"{run} has no checkpoint yet: starting at step 0")
-    return found
-
-
-def same_run(folder: Path, config: RunConfig, *, precision: str, fingerprints: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state of a checkpoint, if it belongs to this run."""
-    state = read_state(folder)
-    changed = differences(state["config"], json.loads(json.dumps(config.as_dict())))
-    if state["precision"] != precision:
-        changed.append(f"the precision was {state['precision']}, is {precision}: see --compute.precision")
-    if state["data"] != fingerprints:
-        changed.append(f"the data was {_in_words(state['data'])}, is {_in_words(fingerprints)}")
-    if changed:
-        raise ValueError(
-            f"{folder} belongs to another run: {'; '.join(changed)}. Resume with the settings of before, or begin "
-            "a new run with --init-from"
-        )
-    return state
-
-
-def _in_words(data: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{source['share']:.4g} of {source['name']} (index {source['index']:08x})" for source in data)
-
-
-def describe(run: Path, config: RunConfig, *, done: int) -> None:
-    """Writes run.json before step 0; a resumed run adds what it was resumed with."""
-    path = run / "run.json"
-    now = _description(config)
-    if done and path.exists():
-        before = json.loads(path.read_text())
-        now = {**before, "resumed": [*before.get("resumed", []), {"step": done, **now}]}
-    write_json(path, now)
-
-
-def _description(config: RunConfig) -> dict[str, Any]:
-    return {
-        "config": config.as_dict(),
-        "command": sys.argv,
-        "versions": {"thoughtbubbles": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "machine": platform.platform(),
-        "commit": os.environ.get("THOUGHTBUBBLES_COMMIT"),
-    }
+def _touch(mark: Path) -> None:
+    with named(f"--out {short_name(mark.parent)}", "give a folder that can be written to"):
+        mark.touch()

@@ -10,12 +10,12 @@ A checkpoint is copied to host memory while training waits, written in the backg
 disk that is full costs that checkpoint and nothing else. It can be loaded by any number of ranks.
 """
 
-import json
 import shutil
 import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +29,23 @@ from torch.distributed.tensor import DTensor
 
 from thoughtbubbles.checkpoint import checkpoints, write_model
 from thoughtbubbles.data.tokenizer import Tokenizer
-from thoughtbubbles.files import damage, partial_folder, publish, write_json, write_manifest
+from thoughtbubbles.files import (
+    MANIFEST,
+    damage,
+    partial_folder,
+    publish,
+    read_object,
+    short_name,
+    write_json,
+    write_manifest,
+)
+from thoughtbubbles.model.config import is_number, is_whole
 from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.train.fields import LARGEST
 from thoughtbubbles.train.optim import Optimizer
 from thoughtbubbles.train.parallel import World, whole
+
+PARTS = ("model", "optimizer")
 
 
 class SaveError(Exception):
@@ -136,13 +149,47 @@ class Background:
             raise self.trouble
 
 
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What state.json holds: all that a run needs to go on, besides tensors."""
+
+    step: int
+    updates: int
+    skipped_in_a_row: int
+    precision: str
+    data: list[dict[str, Any]]  # of each source: name, share, and the checksum of its index
+    config: dict[str, Any]
+    warmup_steps: int | None = None  # None in checkpoints from before runs could be extended: as the config says
+    ranks: int | None = None  # each has written a file of the optimizer's tensors; None: not noted
+    milestones: list[int] | None = None  # steps whose checkpoints are kept for good, whatever length the run has later
+
+
 def newest_good(run: Path, say: Callable[[str], None]) -> Path | None:
     """The newest checkpoint that is undamaged; those that are damaged are named."""
     for folder in reversed(checkpoints(run)):
-        wrong = damage(folder, required=("state.json", "model/config.json", "model/model.safetensors"))
+        wrong = checkpoint_damage(folder)
         if wrong is None:
             return folder
         say(f"{folder} is damaged and is passed over: {wrong}")
+    return None
+
+
+def checkpoint_damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, in words; None if nothing is.
+
+    Torch's reader takes every safetensors file that lies in a folder, so each of them must be in the manifest.
+    """
+    read = {path.relative_to(folder).as_posix() for part in PARTS for path in (folder / part).glob("*.safetensors")}
+    wrong = damage(folder, required=("state.json", "model/config.json", "model/model.safetensors", *sorted(read)))
+    if wrong is not None:
+        return wrong
+    try:
+        state = read_state(folder)
+    except ValueError as error:
+        return str(error)
+    files = [name for name in read_object(folder / MANIFEST) if name.startswith("optimizer/")]
+    if len(files) != (state.ranks or len(files)) or not files:
+        return f"{MANIFEST} lists {len(files)} files of the optimizer, not {state.ranks or 'one or more'}"
     return None
 
 
@@ -155,16 +202,47 @@ def set_aside(run: Path, step: int) -> None:
             folder.rename(aside)
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "state.json").read_text())
+def read_state(folder: Path) -> State:
+    path = folder / "state.json"
+    found = read_object(path, remedy="take an earlier checkpoint")
+    known: dict[str, Any] = {name: found.get(name) for name in State.__dataclass_fields__}
+    wrong = [name for name in ("step", "updates", "skipped_in_a_row") if not _is_count(known[name])]
+    wrong += [name for name in ("warmup_steps", "ranks") if known[name] is not None and not _is_count(known[name])]
+    wrong += [name for name, kind in (("precision", str), ("config", dict)) if not isinstance(known[name], kind)]
+    if not isinstance(known["data"], list) or not all(_is_source(source) for source in known["data"]):
+        wrong.append("data")
+    kept = known["milestones"]
+    if kept is not None and not (isinstance(kept, list) and all(_is_count(step) for step in kept)):
+        wrong.append("milestones")
+    if not wrong and known["step"] != step_of(folder):
+        wrong.append("step")
+    if wrong:
+        raise ValueError(f"{path} is damaged ({wrong[0]} is missing or wrong): take an earlier checkpoint")
+    return State(**known)
+
+
+def _is_count(value: object) -> bool:
+    return is_whole(value) and 0 <= value <= LARGEST  # type: ignore[operator]
+
+
+def _is_source(source: object) -> bool:
+    return (
+        isinstance(source, dict)
+        and isinstance(source.get("name"), str)
+        and is_number(source.get("share"))
+        and _is_count(source.get("index"))
+    )
 
 
 def restore(folder: Path, model: Thoughtbubbles, optimizer: Optimizer, world: World) -> None:
     """Weights and optimizer, into shards for this number of ranks."""
-    _load_tensors(folder / "model", model.state_dict(), world)
     tensors = {name: torch.empty_like(tensor) for name, tensor in optimizer.tensors().items()}
-    _load_tensors(folder / "optimizer", tensors, world)
-    optimizer.restore(tensors, read_state(folder)["updates"])
+    try:
+        _load_tensors(folder / "model", model.state_dict(), world)
+        _load_tensors(folder / "optimizer", tensors, world)
+    except (Exception, CheckpointException) as error:  # whatever torch's reader stumbles over
+        raise ValueError(f"{folder} cannot be restored ({_reason(error)}): remove it, and --resume again") from None
+    optimizer.restore(tensors, read_state(folder).updates)
 
 
 def folder_name(step: int) -> str:
@@ -214,7 +292,7 @@ def _reason(error: BaseException) -> str:
     """In one line; distributed checkpoint wraps what happened on each rank."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    text = str(error) or type(error).__name__
+    text = short_name(" ".join(str(error).split()) or type(error).__name__)
     return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
 
 

@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from thoughtbubbles.data.records import question_prompt
-from thoughtbubbles.evals.tasks.task import Question, Task, text_of
+from thoughtbubbles.evals.tasks.task import Question, Task, shown, text_of
 
 NUMBER = re.compile(r"(?:(?<![\d.)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")  # "20-18" ends in 18
 
@@ -20,7 +20,7 @@ NUMBER = re.compile(r"(?:(?<![\d.)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")  # "20-18"
 def document(record: Mapping[str, Any]) -> Question:
     _, mark, answer = (part.strip() for part in text_of(record, "answer").rpartition("####"))
     if not mark or last_number(answer) is None:
-        raise ValueError(f"answer ends in {answer!r}: it must end in #### and a number")
+        raise ValueError(f"answer ends in {shown(answer)}: it must end in #### and a number")
     return Question(question_prompt(text_of(record, "question")), answer)
 
 

@@ -6,17 +6,24 @@ Ctx_b begins with a capital and goes on in small letters; both texts are cleaned
 ("[header]", "[title]", "[step]"), in the order in which lm-evaluation-harness does it.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from thoughtbubbles.evals.tasks.task import Choices, Task, place_of, spaced, text_of, texts_of
 
-MARK = re.compile(r"\[.*?\]")
-
 
 def cleaned(text: str) -> str:
-    return MARK.sub("", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+    lines = text.strip().replace(" [title]", ". ").split("\n")
+    return "\n".join(map(_without_marks, lines)).replace("  ", " ")
+
+
+def _without_marks(line: str) -> str:
+    """Without what stands in brackets, each up to the next one that closes. (For "[[[[…", a pattern takes n² steps.)"""
+    kept, begin = [], 0
+    while (opened := line.find("[", begin)) >= 0 and (closed := line.find("]", opened)) >= 0:
+        kept.append(line[begin:opened])
+        begin = closed + 1
+    return "".join([*kept, line[begin:]])
 
 
 def document(record: Mapping[str, Any]) -> Choices:

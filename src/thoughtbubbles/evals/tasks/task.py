@@ -48,22 +48,33 @@ def spaced(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def text_of(record: Mapping[str, Any], name: str) -> str:
-    if not isinstance(record[name], str):
-        raise ValueError(f"{name} is {record[name]!r}: it must be text")
-    return str(record[name])
+    if not _is_text(found := record[name]):
+        raise ValueError(f"{name} is {shown(found)}: it must be text")
+    return str(found)
 
 
 def texts_of(record: Mapping[str, Any], name: str) -> list[str]:
     found = record[name]
-    if not isinstance(found, list) or len(found) < 2 or not all(isinstance(text, str) for text in found):
-        raise ValueError(f"{name} is {found!r}: it must be a list of two texts or more")
+    if not isinstance(found, list) or len(found) < 2 or not all(map(_is_text, found)):
+        raise ValueError(f"{name} is {shown(found)}: it must be a list of two texts or more")
     return found
+
+
+def _is_text(value: object) -> bool:
+    """JSON may spell halves of characters, which no tokenizer can encode."""
+    return isinstance(value, str) and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))
+
+
+def shown(value: object) -> str:
+    """For a message of one line."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 def place_of(record: Mapping[str, Any], name: str, n_choices: int) -> int:
     """The number of the right choice, from 0; some sets write it as text."""
     found = record[name]
-    place = int(found) if isinstance(found, str) and found.isdecimal() else found
+    place = int(found) if isinstance(found, str) and found.isdecimal() and len(found) < 10 else found
     if type(place) is not int or not 0 <= place < n_choices:
-        raise ValueError(f"{name} is {found!r}: it must be a number from 0 to {n_choices - 1}")
+        raise ValueError(f"{name} is {shown(found)}: it must be a number from 0 to {n_choices - 1}")
     return place

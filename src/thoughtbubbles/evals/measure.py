@@ -1,0 +1,161 @@
+"""One task under every budget: what the model says of the same windows or documents, and how far the budgets differ.
+
+Trouble on one rank (a file, memory, weights that are not numbers) is a ValueError on all of them.
+"""
+
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thoughtbubbles.data.tokenizer import Tokenizer
+from thoughtbubbles.evals.answers import Answers
+from thoughtbubbles.evals.autoregressive import Scores, Windows
+from thoughtbubbles.evals.budgets import pair_answers, pair_scores
+from thoughtbubbles.evals.documents import Exam
+from thoughtbubbles.evals.exam import Conditions, sit
+from thoughtbubbles.evals.marks import Answer, fits, summary
+from thoughtbubbles.evals.perplexity import describe, join, perplexity
+from thoughtbubbles.evals.progress import Progress
+from thoughtbubbles.evals.ranks import Ranks
+from thoughtbubbles.evals.results import exact
+from thoughtbubbles.evals.settings import Evaluation
+from thoughtbubbles.evals.windows import checksum, text_bytes
+from thoughtbubbles.generate.requests import exact_method
+from thoughtbubbles.model.budget import Number
+from thoughtbubbles.model.transformer import Thoughtbubbles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What every task needs."""
+
+    settings: Evaluation
+    model: Thoughtbubbles
+    tokenizer: Tokenizer
+    budgets: tuple[Number | None, ...]
+    """The first one is what the others are compared with; None: the model has no forks."""
+    about: Mapping[str, Any]
+    """What answers depend on, beside questions and budget."""
+    answers: Path
+    ranks: Ranks
+    progress: Progress
+
+    def title(self, what: str, budget: Number | None) -> str:
+        return f"{what}, r = {budget}" if len(self.budgets) > 1 else what
+
+    def precision(self) -> AbstractContextManager[object]:
+        """Of matrix products."""
+        kind = self.model.embedding.weight.device.type
+        return torch.autocast(kind, torch.bfloat16) if self.settings.dtype == "bfloat16" else nullcontext()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Of one task."""
+
+    numbers: list[dict[str, Any]]
+    """For each budget."""
+    paired: dict[str, Any]
+    """The budgets against the first one."""
+
+
+def measure_text(bench: Bench, windows: Windows) -> Found:
+    n_bytes, content = text_bytes(windows, bench.tokenizer), checksum(windows)
+    scores = [_score(bench, windows, budget) for budget in bench.budgets]
+    numbers = [
+        {
+            **describe(bench.model.config, each, vocab_size=bench.tokenizer.size, n_bytes=n_bytes),
+            "text": content,
+        }
+        for each in scores
+    ]
+    return Found(numbers=numbers, paired=pair_scores(numbers[0], scores, bench.budgets))
+
+
+def _score(bench: Bench, windows: Windows, budget: Number | None) -> dict[str, Scores]:
+    ranks = bench.ranks
+    n_shares = min(ranks.size, len(windows.ids))
+
+    def own() -> dict[str, Scores] | None:
+        if ranks.rank >= n_shares:
+            return None
+        with bench.precision():
+            return perplexity(
+                bench.model,
+                windows.every(n_shares, first=ranks.rank),
+                vocab_size=bench.tokenizer.size,
+                budget=budget,
+                batch=bench.settings.batch,
+                report=lambda title: bench.progress.begin(bench.title(title, budget)),
+            )
+
+    return join([share for share in ranks.gather(ranks.agree(own)) if share is not None])
+
+
+def sit_exam(bench: Bench, exam: Exam) -> Found:
+    found = [_answers(bench, exam, budget) for budget in bench.budgets]
+    numbers = [
+        {**summary(exam.task, list(answers.values())), **circumstances, "questions": exam.checksum}
+        for answers, circumstances in found
+    ]
+    paired = pair_answers(exam, [answers for answers, _ in found], bench.budgets)
+    return Found(numbers=numbers, paired=paired)
+
+
+def _answers(bench: Bench, exam: Exam, budget: Number | None) -> tuple[dict[int, Answer], dict[str, Any]]:
+    """To all documents, in their order; those that are on disk are not asked again."""
+    task, ranks, settings = exam.task, bench.ranks, bench.settings
+    described = {"task": task.name, "version": task.version, "questions": exam.checksum, **bench.about}
+    described["budget"] = None if budget is None else exact(budget)
+    if task.max_new:
+        described["method"] = settings.method or exact_method(bench.model.config)
+    answers = Answers(bench.answers, task.name, described, rank=ranks.rank)
+    known = ranks.gather(ranks.agree(lambda: _known(answers, exam, fresh=settings.fresh) if ranks.is_first else {}))[0]
+    left = [number for number in exam.documents if number not in known]
+    begun, n_known = time.perf_counter(), len(known)
+    ranks.agree(lambda: _answer(bench, exam, left[ranks.rank :: ranks.size], budget, answers, n_known=n_known))
+    seconds = max(ranks.gather(time.perf_counter() - begun))
+    new = ranks.gather(answers.new)
+    every = known | {number: answer for share in new for number, answer in share.items()}
+    return {number: every[number] for number in exam.documents}, {
+        "seconds": seconds,
+        "documents_per_second": len(left) / seconds if left else None,
+        "answered_before": n_known,
+    }
+
+
+def _known(answers: Answers, exam: Exam, *, fresh: bool) -> dict[int, Answer]:
+    if fresh:
+        answers.forget()
+    documents = exam.documents
+    return {n: answer for n, answer in answers.read().items() if n in documents and fits(documents[n], answer)}
+
+
+def _answer(
+    bench: Bench, exam: Exam, numbers: list[int], budget: Number | None, answers: Answers, *, n_known: int
+) -> None:
+    task, settings, model = exam.task, bench.settings, bench.model
+    title = bench.title(task.title, budget)
+    report = bench.progress.begin(f"{title} ({n_known:,} answered before)" if n_known else title)
+    if not numbers:
+        report(1.0)
+        return
+    conditions = Conditions(
+        budget=budget,
+        batch_tokens=settings.batch_tokens,
+        answers_at_once=settings.answers_at_once,
+        method=settings.method,
+        compiled=settings.compile,
+    )
+    narrow = bench.precision()
+    if task.max_new and settings.dtype == "bfloat16":
+        model, narrow = deepcopy(model).to(torch.bfloat16), nullcontext()  # writing reads all weights at every step
+    documents = {number: exam.documents[number] for number in numbers}
+    with answers, narrow:
+        sit(model, bench.tokenizer, task, documents, conditions, keep=answers.add, report=report)

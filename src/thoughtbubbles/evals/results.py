@@ -1,0 +1,109 @@
+"""Where the results of an evaluation lie, so that none replaces another:
+
+    RUN/eval/step-N/          of a checkpoint of a run: they outlive it, and a manifest there knows nothing of them
+    MODEL/eval/               of a model folder
+        answers/              what was answered, whatever list of tasks it was asked in
+        NAME/results.json     an evaluation and its figures; NAME says what it was, with a checksum of what its numbers
+                              depend on: weights, config, budgets, dtype, the questions and the text
+
+With --out DIR, the answers lie in DIR/answers and the results in DIR itself; those of another evaluation that are there
+are moved to DIR/NAME first.
+"""
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from thoughtbubbles.checkpoint import NUMBERED, weight_files
+from thoughtbubbles.evals.settings import Evaluation
+from thoughtbubbles.files import crc32, named, read_object, reason, short_name
+
+RESULTS, ANSWERS = "results.json", "answers"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,150}")  # of a folder
+FIGURES = ("perplexity.png", "exams.png", "*-by-*.png", "budgets.png")
+
+
+def home_of(folder: Path) -> Path:
+    """Of the evaluations of a model folder (as `find_model` finds it), by whatever name it was called."""
+    real = folder.resolve()
+    folder = folder if folder.absolute() == real else real
+    step = folder.parent
+    return (
+        step.parent / "eval" / step.name
+        if folder.name == "model" and NUMBERED.fullmatch(step.name)
+        else folder / "eval"
+    )
+
+
+def weights_of(folder: Path) -> dict[str, int]:
+    """The weights by their content: checksums of their files."""
+    return {path.name: crc32(path) for path in weight_files(folder)}
+
+
+def exact(budget: object) -> str:
+    """One text for 2, 2.0 and "4/2"."""
+    return str(Fraction(str(budget)))
+
+
+def name_of(settings: Evaluation, depends_on: Mapping[str, Any]) -> str:
+    """What was asked for and is not the usual, and a checksum of all that the numbers depend on."""
+    words = list(settings.tasks)
+    if settings.data is not None and "perplexity" in settings.names:
+        words += [settings.data.resolve().name, settings.split]
+        words += [f"windows{settings.windows}", "" if settings.tokens is None else f"tokens{settings.tokens}"]
+    words.append("" if settings.limit is None else f"limit{settings.limit}")
+    words.append("+".join(f"r{budget}" for budget in settings.budget))
+    words += ["" if settings.dtype == "float32" else settings.dtype, settings.method or ""]
+    return named_by(words, depends_on)
+
+
+def named_by(words: Sequence[str], depends_on: Mapping[str, Any]) -> str:
+    told = re.sub(r"[^A-Za-z0-9.+-]+", "_", "-".join(filter(None, words)))[:110].strip("-._+")
+    return f"{told or 'eval'}-{zlib.crc32(json.dumps(depends_on, sort_keys=True).encode()):08x}"
+
+
+def make_folders(home: Path, name: str, *, is_given: bool) -> Path:
+    """The folder for results.json; whatever forbids to write there is said before the work begins.
+
+    One that is given with --out is `home` itself; otherwise the results have a folder in there.
+    """
+    folder = home if is_given else home / name
+    try:
+        for place in (home / ANSWERS, folder):
+            place.mkdir(parents=True, exist_ok=True)
+            if not os.access(place, os.W_OK):
+                raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        where, remedy = ("--out ", "give another") if is_given else ("", "give another place with --out DIR")
+        raise ValueError(f"{where}{short_name(home)}: cannot be written ({reason(error)}); {remedy}") from None
+    if is_given:
+        _earlier(folder, name)
+    return folder
+
+
+def move_aside(folder: Path, name: str) -> Path | None:
+    """What another evaluation has left in this folder goes to a folder of its own, which is returned."""
+    if (earlier := _earlier(folder, name)) is None:
+        return None
+    with named(folder, "give another --out"):
+        (folder / earlier).mkdir(exist_ok=True)
+        for path in [folder / RESULTS, *(path for figure in FIGURES for path in folder.glob(figure))]:
+            path.replace(folder / earlier / path.name)
+    return folder / earlier
+
+
+def _earlier(folder: Path, name: str) -> str | None:
+    """The name of another evaluation whose results lie in this folder."""
+    path = folder / RESULTS
+    if not path.exists():
+        return None
+    remedy = "move it away, or give another --out"
+    found = read_object(path, remedy=remedy).get("name")
+    if not (isinstance(found, str) and NAME.fullmatch(found)):
+        raise ValueError(f"{short_name(path)} does not tell which evaluation it is from: {remedy}")
+    return None if found == name else found

@@ -1,0 +1,36 @@
+"""What `--dry-run` looks at: everything that the real run would open, at the real shape, without a step of training."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from thoughtbubbles.train.config import RunConfig
+from thoughtbubbles.train.data import RunData
+from thoughtbubbles.train.parallel import World, find_device, find_precision, uses_graph
+from thoughtbubbles.train.resume import find_checkpoint, same_run
+from thoughtbubbles.train.start import fitting_weights
+
+
+def check_run(config: RunConfig, *, resume: bool, made_in: Path) -> list[str]:
+    """Refuses what the run would refuse, and tells what it would use, a line each. Nothing is written to its folder.
+
+    The data with its checksums, ids and tokenizer, and its first batch; the weights to start from; the checkpoint to
+    go on with. Data that needs no preparation is made in `made_in`.
+    """
+    # Each rank looks for itself: a process group that is left here could not be joined again by the step that follows.
+    rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    world = World(torch.device(find_device(config.device)), rank, size)
+    precision = find_precision(config.compute, world.device.type)
+    uses_graph(config.compute, world._replace(is_distributed="RANK" in os.environ))
+    data = RunData(config, world, made_in=made_in / f"rank-{rank}")
+    data.micro_batches(0)
+    said = [*data.describe(config.steps), *data.notes]
+    found = find_checkpoint(config.folder, resume=resume, say=said.append)
+    if found is not None:
+        state = same_run(found, config, precision=precision, fingerprints=data.fingerprints)
+        said.append(f"{found}: goes on after step {state.step} of {config.steps}")
+    elif config.init_from is not None:
+        weights, fresh = fitting_weights(config.model, config.init_from)
+        said.append(f"{config.init_from}: {len(weights)} weights fit, {len(fresh)} of fork layers start fresh")
+    return said

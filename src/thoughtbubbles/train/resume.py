@@ -1,0 +1,129 @@
+"""How a run goes on: what its folder says of it, from which checkpoint, and whether what is asked for is the same run.
+
+A run may be made longer or shorter as long as no finished step would have had another learning rate: then the result is
+that of a run which had the new number of tokens from the start, bit for bit. The warm-up, a share of the steps, stays
+the number of steps that it was.
+"""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thoughtbubbles import __version__
+from thoughtbubbles.checkpoint import checkpoints
+from thoughtbubbles.files import named, read_object, short_name, write_json
+from thoughtbubbles.train.config import RunConfig, differences
+from thoughtbubbles.train.fields import from_record
+from thoughtbubbles.train.optim import learning_rate, warmup_steps
+from thoughtbubbles.train.state import State, newest_good, read_state
+
+RUN = "run.json"
+WANTED = "give the folder of a run, or a recipe with --resume"
+
+
+def read_run(folder: Path) -> RunConfig:
+    """The run as it was last started or resumed, in the folder where it lies now."""
+    path = folder / RUN
+    with named(path, WANTED):
+        if not path.is_file():
+            raise ValueError(f"--resume {short_name(folder)}: there is no {RUN} in it; {WANTED}")
+    record = read_object(path, remedy=WANTED)
+    resumed = record.get("resumed", [])
+    if not isinstance(resumed, list) or not all(isinstance(entry, dict) for entry in resumed):
+        raise ValueError(f"{path}: resumed is not a list of objects: it is damaged; {WANTED}")
+    last = (resumed or [record])[-1]
+    return replace(from_record(RunConfig, last.get("config"), where=str(path)), out=folder)
+
+
+def find_checkpoint(run: Path, *, resume: bool, say: Callable[[str], None]) -> Path | None:
+    """What to resume from; None starts at step 0."""
+    with named(run, "give another --out"):
+        known = checkpoints(run)
+        if not resume:
+            if known:
+                raise ValueError(
+                    f"{run} has checkpoints of a run: pass --resume to go on with it, or choose another --out"
+                )
+            return None
+        found = newest_good(run, say)
+    if found is None and known:
+        raise ValueError(f"no checkpoint in {run} is whole: begin again with another --out")
+    if found is None:
+        say(f"{run} has no checkpoint yet: starting at step 0")
+    return found
+
+
+def same_run(folder: Path, config: RunConfig, *, precision: str, fingerprints: list[dict[str, Any]]) -> State:
+    """The state of a checkpoint, if it belongs to this run; its `warmup_steps` are those that the run began with, its
+    `milestones` those of all its lengths."""
+    state = read_state(folder)
+    now = json.loads(json.dumps(config.as_dict()))
+    changed = differences({**state.config, "tokens": now["tokens"]}, now)
+    if state.precision != precision:
+        changed.append(f"the precision was {state.precision}, is {precision}: see --compute.precision")
+    if state.data != fingerprints:
+        changed.append(f"the data was {_in_words(state.data)}, is {_in_words(fingerprints)}")
+    if changed:
+        raise ValueError(
+            f"{folder} belongs to another run: {'; '.join(changed)}. Resume with the settings of before "
+            f"(thoughtbubbles train --resume {folder.parent} reads them), or begin a new run with --init-from"
+        )
+    before = from_record(RunConfig, state.config, where=str(folder / "state.json"))
+    warmup = warmup_steps(before.optim, before.steps) if state.warmup_steps is None else state.warmup_steps
+    _check_length(folder, before, config, done=state.step, warmup=warmup)
+    return replace(state, warmup_steps=warmup, milestones=sorted({*(state.milestones or ()), *before.milestone_steps}))
+
+
+def _check_length(folder: Path, before: RunConfig, now: RunConfig, *, done: int, warmup: int) -> None:
+    """Refuses another number of steps where a finished step would have had another learning rate."""
+    if before.steps == now.steps:
+        return
+    changed = f"tokens was {before.tokens}, is {now.tokens}"
+    if now.steps < done:
+        raise ValueError(
+            f"{folder} has {done} steps, but {changed} ({now.steps} steps): give --tokens of at least that"
+        )
+    rates = (
+        learning_rate(now.optim, step, now.steps, warmup) == learning_rate(now.optim, step, before.steps, warmup)
+        for step in range(done)
+    )
+    if not all(rates):
+        raise ValueError(
+            f"{folder} belongs to another run: {changed}, and with --optim.schedule {now.optim.schedule} its finished "
+            "steps would have had other learning rates. Another length goes with constant, and with wsd before its "
+            f"decay; here, begin a new run with --init-from {folder.parent}"
+        )
+
+
+def _in_words(data: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{source['share']:.4g} of {source['name']} (index {source['index']:08x})" for source in data)
+
+
+def describe(run: Path, config: RunConfig, *, done: int, warmup: int) -> None:
+    """Writes run.json before step 0; a resumed run adds what it was resumed with."""
+    path = run / RUN
+    now = {**_description(config), "warmup_steps": warmup}
+    if done and path.exists():
+        before = read_object(path, remedy="remove it, and --resume again")
+        earlier = before.get("resumed", [])
+        if not isinstance(earlier, list):
+            raise ValueError(f"{path}: resumed is not a list: remove it, and --resume again")
+        now = {**before, "resumed": [*earlier, {"step": done, **now}]}
+    write_json(path, now)
+
+
+def _description(config: RunConfig) -> dict[str, Any]:
+    return {
+        "config": config.as_dict(),
+        "command": sys.argv,
+        "versions": {"thoughtbubbles": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": platform.platform(),
+        "commit": os.environ.get("THOUGHTBUBBLES_COMMIT"),
+    }

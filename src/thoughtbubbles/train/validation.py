@@ -1,0 +1,61 @@
+"""What a run looks at between steps: the validation loss of each source, and samples of what the model writes."""
+
+import zlib
+from collections.abc import Iterator
+
+import torch
+
+from thoughtbubbles.evals.heldout import held_out_sums
+from thoughtbubbles.generate.requests import Request, generate
+from thoughtbubbles.generate.sample import Sampling
+from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.train.config import RunConfig
+from thoughtbubbles.train.data import RunData
+from thoughtbubbles.train.parallel import World
+from thoughtbubbles.train.precision import Products
+
+
+def validation_losses(model: Thoughtbubbles, data: RunData, *, world: World, products: Products) -> dict[str, float]:
+    """Of each source, and of the mixture where every source of it has a validation split; empty where there is none."""
+    if not data.validation:
+        return {}
+    sums = held_out_sums(
+        model,
+        data.held_out_batches(),
+        n_sources=len(data.validation),
+        device=world.device,
+        precision=products,
+    )
+    sums = world.total(sums)
+    each = (sums[:, 0] / sums[:, 1]).tolist()
+    losses = dict(zip((name for name, *_ in data.validation), each, strict=True))
+    if data.is_own and len(losses) > 1:
+        losses["mixture"] = sum(share * loss for share, loss in zip(data.shares, each, strict=True))
+    return losses
+
+
+def samples(
+    model: Thoughtbubbles, data: RunData, config: RunConfig, *, products: Products, step: int
+) -> Iterator[tuple[str, str]]:
+    """Each prompt, and the text that begins with it."""
+    settings, tokenizer, limit = config.eval, data.tokenizer, config.model.block_size
+    if settings.sample_tokens == 0 or tokenizer.size > config.model.vocab_size or limit < 2:
+        return
+    given = [tokenizer.encode(prompt) or [tokenizer.end_of_text] for prompt in settings.prompts]
+    for index, prompt in enumerate(given or data.beginnings()):
+        ids = prompt[: limit - 1] if given else prompt[: max(1, limit // 2)]
+        request = Request(
+            prompt=ids,
+            max_new=min(settings.sample_tokens, limit - len(ids)),
+            sampling=Sampling(temperature=settings.temperature, seed=mix(config.seed, step, index)),
+            end_ids=(),
+        )
+        # Every length is a new shape: not worth compiling for. Recomputed, since a sharded model runs as a whole.
+        with products(), torch.compiler.set_stance("force_eager"):
+            (written,) = generate(model, [request], tokenizer=tokenizer, method="recomputed")
+        yield tokenizer.decode(ids), tokenizer.decode([*ids, *written.ids])
+
+
+def mix(*numbers: int) -> int:
+    """One seed from several numbers."""
+    return zlib.crc32(repr(numbers).encode())

@@ -1,0 +1,123 @@
+"""The fuzzer: nothing is found in our readers, and everything in readers that are broken on purpose."""
+
+import json
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import SUBJECT
+from mutate import Files
+from readers import NAMES, make_reader
+
+FUZZ = Path(__file__).with_name("fuzz.py")
+QUICK = 200  # inputs of a reader; of those that take long, a share of it
+MANY = 15_000  # all readers together: 100,000
+
+
+def run_fuzz(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """In processes of their own: as users have the package, without the shape checks of the tests."""
+    command = [sys.executable, str(FUZZ), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=1800)
+
+
+def fuzzed(*arguments: object) -> dict[str, Any]:
+    done = run_fuzz(*arguments, "--json")
+    assert done.stdout, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == (1 if found["findings"] else 0)
+    return found
+
+
+def in_words(findings: list[dict[str, Any]]) -> str:
+    return "\n".join(f"{f['count']} × {f['what']} at {f['where']}: {f['message']}\n  {f['repro']}" for f in findings)
+
+
+# What is fuzzed
+
+
+def test_a_few_inputs_of_every_reader():
+    """Command lines take too long for it: test_cli.py has some of them."""
+    names = [name for name in NAMES if name != "commands"]
+    found = fuzzed("--inputs", QUICK, *(word for name in names for word in ("--reader", name)))
+    assert not found["findings"], in_words(found["findings"])
+    assert sum(numbers["inputs"] for numbers in found["readers"].values()) > 1200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", NAMES)
+def test_many_inputs(reader):
+    found = fuzzed("--reader", reader, "--inputs", MANY, "--seed", 1)
+    assert not found["findings"], in_words(found["findings"])
+    numbers = found["readers"][reader]
+    assert numbers["refused"] + sum(numbers["changed"].values()) > numbers["inputs"] / 4  # it is not all for nothing
+
+
+# The fuzzer itself
+
+FOUND_OUT = {
+    "key": "KeyError",
+    "class": "BaseException",
+    "call": "TypeError",
+    "memory": "too much memory",
+    "hidden": "too much memory",
+    "lines": "a message of several lines",
+    "long": "a message of more than a thousand characters",
+    "unnamed": "a message that does not name its input",
+    "warning": "a warning",
+    "pickle": "a pickle was executed",
+    "blind": "a change that a checksum should have shown",
+}
+
+
+@pytest.fixture(scope="module")
+def broken() -> dict[str, Any]:
+    return fuzzed(
+        *(word for kind in (*FOUND_OUT, "nothing") for word in ("--reader", f"broken-{kind}")), "--inputs", 300
+    )
+
+
+@pytest.mark.parametrize("kind", FOUND_OUT)
+def test_a_broken_reader_is_found_out(broken, kind):
+    findings = [finding for finding in broken["findings"] if finding["reader"] == f"broken-{kind}"]
+    assert {finding["what"] for finding in findings} == {FOUND_OUT[kind]}
+    assert all(finding["where"].startswith("broken.py:") for finding in findings if kind not in ("blind", "pickle"))
+
+
+def test_a_reader_that_is_right_is_left_alone(broken):
+    numbers = broken["readers"]["broken-nothing"]
+    assert numbers["findings"] == 0
+    assert numbers["refused"] + numbers["unchanged"] == numbers["inputs"] == 300
+    assert numbers["refused"] > 250
+
+
+@pytest.mark.parametrize("kind", ["key", "blind"])
+def test_the_repro_shows_the_finding_and_keeps_its_files(broken, kind):
+    repro = next(finding["repro"] for finding in broken["findings"] if finding["reader"] == f"broken-{kind}")
+    shown = run_fuzz(*repro.split()[2:])  # less the interpreter and the file
+    assert f"finding: {FOUND_OUT[kind]}" in shown.stdout
+    assert ("Traceback" in shown.stdout) == (kind == "key")
+    folder = Path(shown.stdout.partition("its files, if it has any: ")[2].splitlines()[0])
+    assert list(folder.iterdir()) == [folder / "file.json"]
+    shutil.rmtree(folder.parent)
+
+
+def test_a_hang_is_found_out_and_the_next_inputs_are_read():
+    found = fuzzed("--reader", "broken-hang", "--inputs", 2, "--seconds", 0.2)
+    assert {finding["what"] for finding in found["findings"]} == {"a hang"}
+    assert found["findings"][0]["where"].startswith("broken.py:")
+    assert found["readers"]["broken-hang"]["inputs"] == 2
+
+
+def test_an_input_is_a_function_of_reader_seed_and_number(tmp_path):
+    def laid(seed: int, number: int) -> Files:
+        _, case = make_reader("broken-nothing", tmp_path).make(seed, number)
+        with suppress(ValueError):
+            case.run(tmp_path)
+        return {str(path): path.read_bytes() for path in (tmp_path / SUBJECT).iterdir() if path.is_file()}
+
+    assert all(laid(1, number) == laid(1, number) for number in range(20))
+    assert len({str(laid(seed, number)) for seed in (1, 2) for number in range(50)}) > 50

@@ -1,0 +1,355 @@
+"""Small faults planted one at a time, to see whether the tests notice: a fault that survives is a test that is missing.
+
+    .venv/bin/python tests/planted.py [--only TEXT] [--slow] [--out FILE]
+
+Every fault is a replacement in one file, made in a copy of the tree. The tests named beside it run there, first those
+of `make test`; with --slow, what survives is tried against the slow ones too. This is no part of the suite: it takes
+an hour or two. A fault whose line has changed since is reported as stale: write it anew, or take it out.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "src/thoughtbubbles"
+MARKERS = ("not slow and not gpu", "slow and not gpu")
+COPIED = ("src", "tests", "benchmarks", "docs", "pyproject.toml", "README.md", "Makefile", "CONTRIBUTING.md")
+
+
+class Fault(NamedTuple):
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+ATTENTION = "tests/model/test_attention.py"
+LOSS = "tests/model/test_loss.py"
+FORK = "tests/model/test_fork.py"
+OPTIM = "tests/train/test_optim.py"
+GRAPH = "tests/generate/test_graph.py"
+PARALLEL = "tests/train/test_parallel.py"
+EVALS = "tests/evals"
+MODEL = (
+    "tests/model/test_oracle.py tests/model/test_selection.py tests/model/test_causality.py tests/model/test_fork.py"
+)
+DECODE = "tests/generate/test_decode.py tests/generate/test_cache.py"
+
+FAULTS = [
+    # Kernels, through Triton's interpreter
+    Fault("model/kernels/attention.py", "dq * scale, cos", "dq, cos", ATTENTION),
+    Fault(
+        "model/kernels/attention.py", "total = total * shrink + tl.sum(p, 1)", "total = total + tl.sum(p, 1)", ATTENTION
+    ),
+    Fault("model/kernels/attention.py", "        db = db * weight\n", "", ATTENTION),
+    Fault("model/kernels/attention.py", "/ tl.where(score > 0.0, score, 1.0)", "/ score", ATTENTION),
+    Fault("model/kernels/attention.py", "LEAST_APART = -40.0", "LEAST_APART = -4000.0", ATTENTION),
+    Fault(
+        "model/kernels/attention.py",
+        "p = tl.where(m[None, :] >= n[:, None], p, 0.0)",
+        "p = tl.where(m[None, :] > n[:, None], p, 0.0)",
+        ATTENTION,
+    ),
+    Fault("model/kernels/norm.py", "r * (g - average - xhat * slope)", "r * (g - xhat * slope)", ATTENTION),
+    Fault(
+        "model/kernels/norm.py", "tl.sum(centred * centred, 0) / D + eps", "tl.sum(centred * centred, 0) / D", ATTENTION
+    ),
+    Fault("model/kernels/norm.py", "                dshift += du\n", "                dshift += whole\n", ATTENTION),
+    Fault(
+        "model/kernels/norm.py",
+        "needs_update = score is not None or not ctx.is_written",
+        "needs_update = score is not None",
+        ATTENTION,
+    ),
+    Fault(
+        "model/kernels/turn.py",
+        "return left * c + right * r, right * c - left * r",
+        "return left * c - right * r, right * c + left * r",
+        ATTENTION,
+    ),
+    Fault("model/kernels/gelu.py", "(below + z * density)", "(below - z * density)", ATTENTION),
+    Fault("model/kernels/gelu.py", "t * 0.5307027145", "t * 0.5317027145", ATTENTION),
+    Fault("model/kernels/sums.py", "mask=(row < R) & (column < C)", "mask=(row < R - 1) & (column < C)", ATTENTION),
+    Fault(
+        "model/kernels/fork.py",
+        "larger += (theirs >= mine).to(tl.int32)",
+        "larger += (theirs > mine).to(tl.int32)",
+        FORK,
+    ),
+    Fault(
+        "model/kernels/fork.py",
+        "slot = filled + tl.cumsum(lives, 0) - lives",
+        "slot = tl.cumsum(lives, 0) - lives",
+        FORK,
+    ),
+    Fault(
+        "model/kernels/fork.py",
+        "            near -= BJ\n",
+        "            near -= 0 * BJ\n            first_token = -1\n",
+        FORK,
+    ),
+    Fault("model/kernels/loss.py", "weight / weights - share", "weight / weights + share", LOSS),
+    Fault(
+        "model/kernels/loss.py", "tl.store(score_grad + row, 0.0, mask=owned)", "tl.store(score_grad + row, 0.0)", LOSS
+    ),
+    Fault("model/kernels/loss.py", "total = total * tl.exp(most - highest) +", "total = total +", LOSS),
+    Fault("model/kernels/adamw.py", "v += rise2 * (g * g - v)", "v += rise2 * (g - v)", OPTIM),
+    Fault("model/kernels/adamw.py", "decay *= tl.load(row + 6).to(tl.float32)\n", "\n", OPTIM),
+    Fault(
+        "model/kernels/adamw.py",
+        "tl.where(taken != 0.0, tl.load(row + 4) - begin, 0)",
+        "tl.load(row + 4) - begin",
+        OPTIM,
+    ),
+    Fault(
+        "model/kernels/adamw.py", "if self._sizes is None or places != self._places:", "if self._sizes is None:", OPTIM
+    ),
+    Fault(
+        "model/kernels/decode.py",
+        "sum_left = tl.dot(weights, v_left, sum_left * fade[:, None])",
+        "sum_left = tl.dot(weights, v_left, sum_left)",
+        GRAPH,
+    ),
+    Fault(
+        "model/kernels/decode.py",
+        "(w[None, :] <= w[:, None]) & real[None, :]",
+        "(w[None, :] < w[:, None]) & real[None, :]",
+        GRAPH,
+    ),
+    Fault("model/kernels/decode.py", "key_bias + b * S + kept + w,", "key_bias + b * S + w,", GRAPH),
+    # Training on several ranks, steps, precision
+    Fault(
+        "train/parallel.py", "group.set_gradient_divide_factor(1.0)", "group.set_gradient_divide_factor(2.0)", PARALLEL
+    ),
+    Fault(
+        "train/parallel.py", "model.set_requires_gradient_sync(on)", "model.set_requires_gradient_sync(True)", PARALLEL
+    ),
+    Fault(
+        "train/parallel.py",
+        "return next(filter(None, troubles), None)",
+        "return troubles[0]",
+        f"{PARALLEL} tests/train/test_faults.py",
+    ),
+    Fault(
+        "train/parallel.py",
+        "reduce_dtype=wide",
+        "reduce_dtype=narrow",
+        f"{PARALLEL} tests/train/test_precision_copies.py",
+    ),
+    Fault("train/data.py", "slice(self.world.rank * self.micro_rows,", "slice(0 * self.micro_rows,", PARALLEL),
+    Fault(
+        "train/loop.py",
+        "shares = inputs.real / inputs.all_real.clamp(min=1)",
+        "shares = inputs.real / inputs.real.sum()",
+        PARALLEL,
+    ),
+    Fault(
+        "train/loop.py",
+        "torch.manual_seed(_mix(config.seed, n, self.world.rank))",
+        "torch.manual_seed(config.seed)",
+        "tests/train/test_loop.py tests/train/test_resume.py",
+    ),
+    Fault(
+        "train/optim.py",
+        "        self._updates.fill_(updates)\n",
+        "",
+        "tests/train/test_resume.py tests/train/test_optim.py",
+    ),
+    Fault("train/optim.py", "if (p.ndim >= 2) == has_decay", "if (p.ndim >= 1) == has_decay", OPTIM),
+    Fault(
+        "train/optim.py",
+        "warmup = round(optim.warmup * steps)",
+        "warmup = int(optim.warmup * steps)",
+        "tests/train/test_optim.py tests/train/test_run_config.py",
+    ),
+    Fault(
+        "train/precision.py",
+        "versions = [(weight.data_ptr(), weight._version) for weight in weights]",
+        "versions = [(weight.data_ptr(), 0) for weight in weights]",
+        "tests/train/test_precision_copies.py",
+    ),
+    Fault(
+        "train/passes.py",
+        "share.backward()",
+        "out.loss.backward()",
+        "tests/train/test_passes.py tests/train/test_loop.py",
+    ),
+    Fault(
+        "train/state.py",
+        "if step_of(folder) > step:",
+        "if step_of(folder) >= step:",
+        "tests/train/test_faults.py tests/train/test_resume.py",
+    ),
+    # Evaluation
+    Fault(
+        "evals/likelihood.py",
+        "row[-block_size - 1 : -1] for row in whole",
+        "row[:-1][:block_size] for row in whole",
+        EVALS,
+    ),
+    Fault(
+        "evals/likelihood.py",
+        "greedy[part] = logits[:, :vocab_size].argmax(-1)",
+        "greedy[part] = logits.argmax(-1)",
+        EVALS,
+    ),
+    Fault("evals/likelihood.py", "np.logical_and.reduceat(greedy", "np.logical_or.reduceat(greedy", EVALS),
+    Fault("evals/likelihood.py", "if np.isnan(sums).any():", "if np.isnan(sums).all():", EVALS),
+    Fault("evals/autoregressive.py", "active=part.lengths > t", "active=part.lengths >= t", EVALS),
+    Fault("evals/autoregressive.py", "windows / (windows - 1) * float", "float", EVALS),
+    Fault(
+        "evals/perplexity.py",
+        "whole[rank :: len(shares)] = part",
+        "whole[rank * len(part) : (rank + 1) * len(part)] = part",
+        EVALS,
+    ),
+    Fault("evals/perplexity.py", "/ math.log(2) / n_bytes", "/ n_bytes", EVALS),
+    Fault("evals/marks.py", "/ (n - 1) / n)", "/ n / n)", EVALS),
+    Fault("evals/marks.py", "total / max(size, 1)", "total", EVALS),
+    Fault(
+        "evals/marks.py",
+        'bare = [choice.removeprefix(" ") for choice in document.choices]',
+        "bare = list(document.choices)",
+        EVALS,
+    ),
+    # The model and generation
+    Fault(
+        "model/budget.py",
+        "return -(-tokens * numerator // denominator)",
+        "return tokens * numerator // denominator + 1",
+        "tests/model/test_budget.py",
+    ),
+    Fault("model/selection.py", ".cummin(-1).values.clamp(max=0)", ".clamp(max=0)", MODEL),
+    Fault(
+        "model/selection.py",
+        "(self.earlier.long()[:, None] * STRIDE >= key[..., None])",
+        "(self.earlier.long()[:, None] * STRIDE > key[..., None])",
+        DECODE,
+    ),
+    Fault(
+        "model/fork.py",
+        "centred = scale * weight - (scale * weight).mean(-1, keepdim=True)",
+        "centred = scale * weight",
+        FORK,
+    ),
+    Fault("model/fork.py", "FLOOR = -20.0", "FLOOR = -25.0", MODEL),
+    Fault(
+        "model/attention.py",
+        "high = (bias.detach().view(torch.int32) & -(1 << 16)).view(torch.float32)",
+        "high = torch.zeros_like(bias)",
+        "tests/model/test_attention.py tests/model/test_precision.py",
+    ),
+    Fault("model/loss.py", "counts = (first >= 0) & (first < n_owned)", "counts = (first >= 0)", LOSS),
+    Fault("model/loss.py", "_up(vocabulary, 16) * 16", "vocabulary", LOSS),
+    Fault(
+        "generate/sample.py",
+        "ranked < least, -math.inf)",
+        "ranked <= least, -math.inf)",
+        "tests/generate/test_sampling.py",
+    ),
+    Fault("generate/text.py", "text.endswith(stop[:n])", "text.startswith(stop[:n])", "tests/generate/test_text.py"),
+    Fault(
+        "data/shuffle.py",
+        "while len(outside := np.flatnonzero(place >= np.uint64(n))):",
+        "if len(outside := np.flatnonzero(place >= np.uint64(n))):",
+        "tests/data/test_loader.py",
+    ),
+    Fault("data/records.py", "parts.pop()  # what", "break  # what", "tests/data"),
+]
+
+
+def plant(fault: Fault, tree: Path) -> str | None:
+    """None, or why it cannot be planted."""
+    path = tree / PACKAGE / fault.file
+    text = path.read_text()
+    if text.count(fault.old) < 1:
+        return "stale: the line is not there any more"
+    path.write_text(text.replace(fault.old, fault.new))
+    return None
+
+
+def run_tests(tree: Path, tests: str, marker: str) -> tuple[bool, str]:
+    """Whether a test failed, and which."""
+    paths = [str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marker, *tests.split()]
+    try:
+        run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=1200)
+    except subprocess.TimeoutExpired:
+        return True, "timeout"
+    if run.returncode in (0, 5):  # 5: no test has this marker
+        return False, ""
+    failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return True, failed[0][:160] if failed else run.stdout[-160:]
+
+
+@contextmanager
+def copied_tree() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            elif source.exists():
+                shutil.copy(source, tree / name)
+        yield tree
+
+
+def fails_as_it_is(tests: str, marker: str) -> str | None:
+    """A test that fails without any fault would seem to catch them all."""
+    with copied_tree() as tree:
+        failed, by = run_tests(tree, tests, marker)
+    return by if failed else None
+
+
+def examine(fault: Fault, *, slow: bool) -> dict[str, object]:
+    begun = time.perf_counter()
+    with copied_tree() as tree:
+        outcome, by = plant(fault, tree), ""
+        if outcome is None:
+            caught, by = run_tests(tree, fault.tests, MARKERS[0])
+            outcome = "caught" if caught else "survived"
+            if slow and not caught:
+                caught, by = run_tests(tree, fault.tests, MARKERS[1])
+                outcome = "caught by a slow test" if caught else "survived"
+    return {**fault._asdict(), "outcome": outcome, "by": by, "seconds": round(time.perf_counter() - begun, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="faults whose file or text has this in it")
+    parser.add_argument("--slow", action="store_true", help="try what survives against the slow tests too")
+    parser.add_argument("--processes", type=int, default=1, help="faults that are tried at the same time")
+    parser.add_argument("--out", type=Path, help="write all outcomes as JSON")
+    options = parser.parse_args()
+    chosen = [fault for fault in FAULTS if options.only in fault.file + fault.old]
+    found: list[dict[str, object]] = []
+    with ThreadPoolExecutor(options.processes) as pool:
+        plain = [(tests, marker) for tests in {f.tests for f in chosen} for marker in MARKERS[: 1 + options.slow]]
+        if broken := [by for by in pool.map(lambda pair: fails_as_it_is(*pair), plain) if by is not None]:
+            sys.exit(f"tests fail without any fault: {broken}")
+        for each in pool.map(lambda fault: examine(fault, slow=options.slow), chosen):
+            found.append(each)
+            print(f"{each['outcome']:10} {each['file']}: {str(each['old']).strip()[:60]!r}  {each['by']}", flush=True)
+            if options.out:
+                about = {"python": platform.python_version(), "machine": platform.machine()}
+                options.out.write_text(json.dumps({**about, "faults": found}, indent=1) + "\n")
+    outcomes = [str(each["outcome"]) for each in found]
+    print({outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))})
+
+
+if __name__ == "__main__":
+    main()
