@@ -10,8 +10,10 @@ import torch
 
 from helpers import named
 from thoughtbubbles import __version__
+from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.cli import main
 from thoughtbubbles.generate.decode import prefill
+from thoughtbubbles.model.cost import parameter_count
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.recipes.costs import spans
 
@@ -94,6 +96,12 @@ def test_inspect_tells_the_bytes_of_the_decoding_cache():
         (["inspect", "nano", "--budgets", "0.5"], "budget = 0.5 is below 1"),
         (["inspect", "nano", "--tokens", "99"], "--tokens 99: a row of nano has from 1 to 32 tokens"),
         (["inspect", "nano", "--rows", "0"], "--rows 0"),
+        (["inspect", "nano", "--rows", str(10**21)], "--rows 1000000000000000000000: a batch has from 1 to 1,000,000"),
+        (["inspect", "nano", "--copies", str(10**21)], "copies = 1000000000000000000000"),
+        (["inspect", "nano", "--budgets", "1e99"], "budget = 1e+99 is not a number"),
+        (["inspect", "nano-copy-99999999999999999999"], "no model is named 'nano-copy-99999999999999999999'"),
+        (["inspect", "/dev/null"], "/dev/null has no config.json"),
+        (["inspect", "x" * 5000], "File name too long"),
         (["inspect"], "required"),
         (["bench", "tiny-plane"], "no case is named 'tiny-plane': did you mean tiny-plain"),
         (["bench", "tiny-plain", "--rows", "0"], "--rows 0: give 1 or more"),
@@ -102,6 +110,17 @@ def test_inspect_tells_the_bytes_of_the_decoding_cache():
         (["train", "tiny", "--optim.lr", "-1"], "--optim.lr -1.0: give a positive number"),
         (["train", "tiny", "--out", "/dev/null/run"], "/dev/null/run"),
         (["train", "150m-r2-owt", "--out", "/tmp/never"], "data/openwebtext"),
+        (["train", "150m-r2-owt", "--dry-run"], "data/openwebtext"),
+        (["train", "tiny", "--dry-run", "--data.val", "nowhere"], "nowhere"),
+        (["train", "tiny", "--dry-run", "--model.vocab-size", "100"], "--model.vocab-size 100 is too small"),
+        (["train", "tiny", "--dry-run", "--init-from", "nowhere"], "nowhere does not exist"),
+        (["train", "tiny", "--out", "/dev/null"], "--out /dev/null"),
+        (["train", "tiny", "--out", "x" * 5000], "File name too long"),
+        (["train", "tiny", "--tokens", "1.5"], "'1.5' is not one: give a whole number"),
+        (["train", "tiny", "--tokens", "nan"], "'nan' is not one"),
+        (["train", "tiny", "--tokens", "1e16"], "'1e16' is not one"),
+        (["train", "tiny", "--eval.tokens", "1e-3"], "'1e-3' is not one"),
+        (["train", "tiny", "--tokens-per-step", "1e12"], "--tokens-per-step 1000000000000"),
         (["prepare", "nowhere.txt", "--out", "/tmp/never"], "nowhere.txt"),
         (["prepare", "--out", "/tmp/never"], "source"),
     ],
@@ -122,15 +141,49 @@ def test_a_mistake_is_one_line_on_standard_error():
     assert "Traceback" not in shown.stderr
 
 
-def test_the_list_of_recipes():
-    shown = run("train", "--list").stdout
-    for expected in ("150m-r2-paper-pes2o", "1.9b-r2-midtrain", "1,915,955,200", "772m-extended-forking", "2.5B"):
+def test_inspect_a_folder(tmp_path):
+    config = named("nano", budget=9, fork_layers=(1, 3))
+    folder = save_model(tmp_path / "run" / "step-00000002" / "model", Thoughtbubbles(config))
+    for path in (folder, folder.parent, tmp_path / "run"):
+        shown = run("inspect", str(path))
+        assert shown.returncode == 0, shown.stderr
+        assert f"{parameter_count(config):,}" in shown.stdout
+        assert "causal, r = 9 (no limit)" in shown.stdout  # two fork layers make 4 of one at most
+        assert "copy-3" not in shown.stdout
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "n_layer": 9999}))
+    with pytest.raises(SystemExit, match="it has 4 blocks, not 9999"):
+        main(["inspect", str(folder)])
+
+
+def test_help_says_what_the_exit_codes_are():
+    shown = run("train", "--help").stdout
+    for expected in ("SIGINT 130, SIGTERM 143", "--resume DIR", "--data.val DIR"):
         assert expected in shown
 
 
-def test_a_dry_run_prints_the_resolved_config():
-    shown = run("train", "1.9b-r2", "--dry-run", "--optim.lr", "3e-4")
+def test_the_list_of_recipes():
+    shown = run("train", "--list").stdout
+    for expected in (
+        "small-gpt2",
+        "7,630,080",
+        "150m-r2-paper-pes2o",
+        "1.9b-r2-midtrain",
+        "1,915,955,200",
+        "772m-extended-forking",
+        "2.5B",
+    ):
+        assert expected in shown
+
+
+def test_a_dry_run_checks_the_real_run_and_prints_the_resolved_config(tmp_path):
+    """At the real shape, on the real data: only the one step is small."""
+    out = tmp_path / "run"
+    words = ["train", "1.9b-r2", "--dry-run", "--optim.lr", "3e-4", "--data.mixture", "synthetic", "--out", str(out)]
+    shown = run(*words)
     assert shown.returncode == 0, shown.stderr
+    assert "synthetic: 1,000,000 tokens" in shown.stdout
+    assert not out.exists()
     text, _, summary = shown.stdout.rpartition("\n}\n")
     config = json.loads(text + "\n}")
     assert config["optim"]["lr"] == 3e-4

@@ -40,7 +40,7 @@ from thoughtbubbles.files import (
         (b'{"a":' * 100_000, "the JSON is nested too deeply"),
         (b"[" + b"1" * 5000 + b"]", "a number has too many digits"),
     ],
-    ids=str,
+    ids=[f"{i}" for i in range(7)],
 )
 def test_what_is_not_json(tmp_path, content, words):
     path = tmp_path / "a.json"

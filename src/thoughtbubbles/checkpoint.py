@@ -184,7 +184,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({reason(error)}): {DAMAGED}") from None
         except (SafetensorError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} cannot be read ({error}): {DAMAGED}") from None
+            raise ValueError(f"{path} cannot be read ({short_name(' '.join(str(error).split()))}): {DAMAGED}") from None
     return weights
 
 
@@ -198,7 +198,12 @@ def weight_files(folder: Path) -> list[Path]:
     for name in places.values():
         if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
             raise ValueError(f"{index} lists {short_name(str(name))!r}, which is not a file of this folder: {DAMAGED}")
-    return [folder / name for name in sorted(set(places.values()))]
+    files = [folder / name for name in sorted(set(places.values()))]
+    for path in files:
+        with named(path, DAMAGED):
+            if not path.is_file():  # a pipe would be waited for
+                raise ValueError(f"{path} is missing, though {INDEX} lists it: {DAMAGED}")
+    return files
 
 
 def check_weights(folder: Path, weights: Mapping[str, Tensor], config: ModelConfig) -> None:

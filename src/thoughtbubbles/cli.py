@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
@@ -380,6 +381,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if name not in VERBS:
         sys.exit(f"thoughtbubbles: no verb {name!r}; choose from: {', '.join(VERBS)} (thoughtbubbles --help)")
 
+    # torch on a CPU without bfloat16, as many ARM ones are: it takes another way, and prints a page about it.
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     try:
         VERBS[name].run(rest)
     except ValueError as error:  # a user's mistake: the message says it all

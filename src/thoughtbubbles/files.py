@@ -36,8 +36,10 @@ def reason(error: OSError) -> str:
 
 
 def short_name(path: Path | str) -> str:
+    """For a message of one line: a name may have a thousand characters, and a newline among them."""
     text = str(path)
-    return text if len(text) <= 300 else f"{text[:150]}…{text[-100:]}"
+    text = text if len(text) <= 300 else f"{text[:150]}…{text[-100:]}"
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def read_bytes(path: Path, *, remedy: str) -> bytes:
@@ -70,7 +72,7 @@ def parse_json(text: str | bytes, *, where: str, remedy: str) -> Any:
         raise ValueError(f"{where}: not JSON (it is not UTF-8): {remedy}") from None
     except ValueError:  # Python reads no number of more than some thousand digits
         raise ValueError(f"{where}: a number has too many digits: {remedy}") from None
-    except KeyError:
+    except RecursionError:
         raise ValueError(f"{where}: the JSON is nested too deeply: {remedy}") from None
 
 
@@ -178,10 +180,10 @@ def damage(folder: Path, *, required: Collection[str] = (), only: Collection[str
         for name, expected in manifest.items():
             if not _is_inside(name):
                 return f"{MANIFEST} lists {short_name(name)!r}, which is not inside the folder"
-            if not (isinstance(expected, dict) and {"bytes", "crc32"} <= expected.keys()):
+            if not (isinstance(expected, dict) and all(type(expected.get(what)) is int for what in ("bytes", "crc32"))):
                 return f"{MANIFEST} does not tell size and checksum of {short_name(name)}"
         if unlisted := sorted(name for name in required if name not in manifest):
-            return f"{MANIFEST} does not list {unlisted[0]}"
+            return f"{MANIFEST} does not list {short_name(unlisted[0])}"
         for name, expected in manifest.items():
             if (only is None or name in only) and (wrong := _altered(folder, name, expected)) is not None:
                 return wrong
@@ -200,11 +202,11 @@ def _is_inside(name: str) -> bool:
 def _altered(folder: Path, name: str, expected: dict[str, Any]) -> str | None:
     path = folder / name
     if not path.is_file():
-        return f"{name} is missing"
+        return f"{short_name(name)} is missing"
     if path.stat().st_size != expected["bytes"]:
-        return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+        return f"{short_name(name)} has {path.stat().st_size} bytes instead of {short_name(str(expected['bytes']))}"
     if crc32(path) != expected["crc32"]:
-        return f"{name} has been altered (its checksum differs)"
+        return f"{short_name(name)} has been altered (its checksum differs)"
     return None
 
 

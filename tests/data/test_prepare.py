@@ -4,6 +4,7 @@ import json
 import lzma
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from thoughtbubbles.cli import main
 from thoughtbubbles.data.loader import Loader, Source
 from thoughtbubbles.data.prepare import NEXT, prepare
 from thoughtbubbles.data.shards import open_dataset, write_index
@@ -285,18 +287,20 @@ def test_the_next_command_fits_little_text_and_odd_names(tmp_path, capsys):
     out = tmp_path / "a folder=2"
     prepare((str(tmp_path / "a.txt"),), out=out, tokenizer="bytes", processes=1)
     command = capsys.readouterr().out.splitlines()[-1]
-    assert command == f"next: thoughtbubbles train tiny --data.mixture '{out}=1' --model.block-size 10"
-    assert Source.parse(f"{out}=1") == Source(out, 1.0)
-    assert len(Loader([Source(out)], rows=1, n_tokens=10, seed=0).batch(0).ids) == 1
+    assert command == f"next: thoughtbubbles train tiny --data.mixture '{out}=1' --model.block-size 8"
+    loader = Loader([Source.parse(shlex.split(command)[5])], rows=2, n_tokens=8, seed=0)
+    assert loader.batch(0).ids.tolist() == [list(b"01234567")] * 2
 
 
 def test_the_next_command_names_recipes_as_they_are():
     from thoughtbubbles.recipes import recipe
 
-    for name, (recipe_name, block_size) in NEXT.items():
-        model = recipe(recipe_name).model
-        assert model.block_size == block_size
-        assert model.vocab_size >= tokenizer(name).size
+    for name, choices in NEXT.items():
+        for recipe_name, block_size, _ in choices:
+            config = recipe(recipe_name)
+            assert config.model.block_size == block_size
+            assert config.model.vocab_size >= tokenizer(name).size
+            assert config.tokens_per_step & -config.tokens_per_step >= block_size  # so a shorter power of two fits too
 
 
 # --- interruptions --------------------------------------------------------------------------------
@@ -700,6 +704,54 @@ def test_mistakes_at_the_door(options, message, tmp_path, no_shape_checks):
     with pytest.raises(ValueError, match="nowhere is neither a file or folder here nor one of the names"):
         prepare(("nowhere",), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--processes", "1" + "0" * 30], "processes = 1000000000000000000000000000000: give 1 or more, up to 1,024"),
+        (["--processes", "2.5"], "--processes"),
+        (["--shard-tokens", "9" * 30], "shard_tokens = 9"),
+        (["--shard-tokens", "9" * 5000], "--shard-tokens"),
+        (["--held-out", "1e999"], "held_out = inf: give a share"),
+        (["--held-out", "much"], "--held-out"),
+        (["--limit", "-1"], "limit = -1: give 1 document or more"),
+        (["--val", "gone.jsonl"], "gone.jsonl is neither a file or folder here"),
+        (["--val", "x" * 5000], "cannot be used (File name too long)"),
+        (["--val", "b.jsonl", "--held-out", "0"], "held_out = 0.0 and val = b.jsonl: with a validation set nothing"),
+    ],
+)
+def test_mistakes_on_the_command_line(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        write_lines(tmp_path / f"{name}.jsonl", [{"text": name}])
+    with pytest.raises(SystemExit) as stopped:
+        main(["prepare", "a.jsonl", "--out", "out", *options])
+    assert stopped.value.code not in (0, None)
+    assert message in f"{stopped.value} {capsys.readouterr().err}"
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_validation_sources_on_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "c"):
+        write_lines(tmp_path / f"{name}.jsonl", [{"text": name}])
+    main(
+        [
+            "prepare",
+            "a.jsonl",
+            "--val",
+            "b.jsonl",
+            "c.jsonl",
+            "--out",
+            "out",
+            "--tokenizer",
+            "bytes",
+            "--processes",
+            "1",
+        ]
+    )
+    assert (documents(tmp_path / "out", "train"), documents(tmp_path / "out", "val")) == (["a"], ["b", "c"])
 
 
 def test_preparation_needs_no_torch():

@@ -105,6 +105,16 @@ def test_writing_again_does_nothing_and_other_data_is_refused(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "mine"]
 
 
+def test_places_where_no_folder_can_be_written(tmp_path):
+    (tmp_path / "file").write_text("a")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("file", "file/data", "loop", "loop/data", "x" * 5000):
+        with pytest.raises(ValueError, match=rf"{name[:5]}.* cannot be used \(.*\): give another folder") as error:
+            write_synthetic(tmp_path / name, n_tokens=1, seed=0)
+        assert len(str(error.value)) < 1000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "loop"]
+
+
 def test_one_that_comes_second_keeps_the_folder_of_the_first(tmp_path):
     """The other process finishes while this one is still writing."""
     folder, notes = tmp_path / "data", {"made_by": "a test"}

@@ -209,6 +209,7 @@ def mutate_files(rng: Random, files: Files, name: str) -> tuple[Files, list[str]
         files[name], files[other] = files[other], content
         return files, [name, other], f"{name} and {other} have changed places"
     folder, _, last = name.rpartition("/")
+    last = last[:100]  # it may be long from an earlier change, and there is more to come
     new = rng.choice([f"{last}.bak", f".{last}", "x" * 255, f"{last} 2", "a\nb", "\u2028", last.upper(), "é" * 100])
     new = f"{folder}/{new}" if folder else new
     files[new] = content

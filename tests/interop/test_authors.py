@@ -438,7 +438,7 @@ def test_what_nobody_tells_is_asked_for(tmp_path):
 def test_what_is_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         import_model(tmp_path / "absent")
-    with pytest.raises(ValueError, match=r"is not a checkpoint of the authors' code: it has no Orbax folder checkpoint/"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint of the authors' code: it has no Orbax folder"):
         import_model(tmp_path)
     (tmp_path / "notes.txt").write_text("to do")
     with pytest.raises(ValueError, match=r"notes.txt is not an \.npz or \.safetensors file"):

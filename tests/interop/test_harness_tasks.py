@@ -12,6 +12,7 @@ from lm_eval.tasks import TaskManager
 
 from helpers import lively_model
 from thoughtbubbles.checkpoint import save_model
+from thoughtbubbles.files import write_manifest
 from thoughtbubbles.interop.harness import run_harness
 from thoughtbubbles.interop.harness_tasks import local_tasks
 from thoughtbubbles.interop.lm_eval import ThoughtbubblesLM
@@ -156,6 +157,9 @@ def test_the_cache_is_where_the_system_has_it(data, tmp_path, monkeypatch):
         ("{no json", "line 2: Expecting property name"),
         ('["a", "list"]', "line 2: a list, not an object"),
         ('{"goal": "x", "sol1": "y", "label": 0}', "line 2: the field 'sol2' is missing"),
+        ('{"goal": 5, "sol1": "y", "sol2": "z", "label": 0}', "line 2: goal is 5: it must be text"),
+        ('{"goal": "x", "sol1": "y", "sol2": "z", "label": 9}', "line 2: label is 9: it must be a number from 0 to 1"),
+        ('{"goal": "x", "sol1": "y", "sol2": ["z"], "label": 0}', "line 2: sol2 is "),
     ],
 )
 def test_a_malformed_line_is_named_and_nothing_is_left(tmp_path, line, complaint):
@@ -165,6 +169,7 @@ def test_a_malformed_line_is_named_and_nothing_is_left(tmp_path, line, complaint
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.usefixtures("no_shape_checks")
 def test_bad_input(data, tmp_path):
     checkpoints = save_models(tmp_path / "models", block_size=48)
 
@@ -183,11 +188,63 @@ def test_bad_input(data, tmp_path):
     assert f"{tmp_path} has no hellaswag.validation.jsonl" in missing
     assert "datasets/Rowan/hellaswag" in missing
     assert "activity_label, ctx_a, ctx_b, endings, label" in missing
-    assert "give 1 or more" in refused(limit=0)
+    for limit in (0, -1, True, "5", 1.5, 10**30):
+        assert f"--limit {limit}: give a whole number from 1 on" in refused(limit=limit)
     assert "choose float32" in refused(dtype="float8")
+    assert "dtype = ['float32']" in refused(dtype=["float32"])
     assert "is below 1" in refused(budget=0.5)
-    assert "batch_tokens = 0" in refused(batch_tokens=0)
+    for budget in ("abc", True, [2], "1e99999999", float("nan")):
+        assert "budget" in refused(budget=budget)
+    for tokens in (0, True, "64", 1.5, 10**30):
+        assert f"batch_tokens = {tokens!r}" in refused(batch_tokens=tokens)
+    assert "method = 'guessed': choose one of cached, recomputed" in refused(method="guessed")
+    assert "compile = 'yes'" in refused(compile="yes")
+    for device in ("nonsense", "cpu:x", 5.5, None):
+        assert "device = " in refused(device=device)
     assert not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for place in (tmp_path / "file", tmp_path / "loop", tmp_path / ("x" * 5000)):
+        for option in ("out", "cache_dir"):
+            told = refused(**{option: place})
+            assert f"--{option.replace('_', '-')} " in told
+            assert "give a folder that can be written" in told
+    flipped = tmp_path / "models" / "plain" / "model.safetensors"
+    write_manifest(flipped.parent)
+    weights = bytearray(flipped.read_bytes())
+    weights[len(weights) // 2] ^= 1
+    flipped.write_bytes(weights)
+    assert "model.safetensors has been altered" in refused()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({}, "--model_args has no checkpoint"),
+        ({"checkpoint": 5}, "checkpoint = 5: give the model's folder"),
+        ({"checkpoint": "nowhere"}, "nowhere does not exist"),
+        ({"checkpoint": "x" * 5000}, "File name too long"),
+        ({"checkpoint": "nowhere", "bugdet": 2}, "--model_args has bugdet: what can be set is checkpoint, budget"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+@pytest.mark.usefixtures("no_shape_checks")
+def test_bad_model_args(arguments, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        ThoughtbubblesLM.create_from_arg_obj(arguments, {"device": "cpu", "batch_size": 1})
+
+
+def test_a_part_that_upstream_does_not_name_is_left_out(tmp_path):
+    """A part's name becomes a file's: one from the data alone could lead anywhere."""
+    records = [*RECORDS["blimp"], {**RECORDS["blimp"][0], "UID": "../../escaped"}, {**RECORDS["blimp"][0], "UID": "x"}]
+    (tmp_path / "data").mkdir()
+    write_records(tmp_path / "data", "blimp", records)
+    folder = local_tasks(tmp_path / "data", cache_dir=tmp_path / "cache")
+    assert {path.name for path in folder.glob("blimp*.jsonl")} == {
+        "blimp.adjunct_island.jsonl",
+        "blimp.wh_island.jsonl",
+    }
+    assert not list(tmp_path.rglob("*escaped*"))
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path):

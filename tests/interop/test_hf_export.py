@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from hf_models import config_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_imports, get_relative_import_files
 
 from helpers import SAME_ROW_FLOAT32, lively_model, random_ids
@@ -144,6 +144,8 @@ def test_a_fresh_process_without_the_package(tmp_path, version, kinds):
     assert process.returncode == 0, process.stderr
     found = torch.load(tmp_path / "found.pt")
     assert found["version"].startswith("5.17.") == (version == "oldest")
+    assert found["tokenizer"] == (tokenizer("bytes").encode("fork"), 16)
+    assert "custom code" in found["asked"]
     for kind, folder in zip(kinds, folders, strict=True):
         check_like_ours(cores[kind], tmp_path / kind / "native", found[folder])
 
@@ -251,6 +253,87 @@ def test_saving_an_export_anew_points_to_no_code(tmp_path):
     assert type(model) is ThoughtbubblesForCausalLM
     model.save_pretrained(tmp_path / "again")
     assert "auto_map" not in json.loads((tmp_path / "again" / "config.json").read_text())
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_flipped_bit_is_refused_however_the_folder_is_opened(tmp_path, name):
+    model_in(tmp_path / "native")
+    out = export(tmp_path / "native", out=tmp_path / "out")
+    (out / "README.md").write_text("with a licence")  # no damage
+    AutoModelForCausalLM.from_pretrained(out)
+    flip(out / name)
+    message = rf"out is damaged \({name} has been altered .*if you changed it yourself, delete manifest\.json"
+    for opening in (
+        lambda: ThoughtbubblesForCausalLM.from_pretrained(out),
+        lambda: ThoughtbubblesForCausalLM.from_pretrained(tmp_path, subfolder="out"),
+        lambda: Thoughtbubbles.load(out),
+        lambda: export(out, out=tmp_path / "again"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            opening()
+    assert not (tmp_path / "again").exists()
+    if name == "model.safetensors":
+        with pytest.raises(ValueError, match=message):
+            AutoModelForCausalLM.from_pretrained(out)
+        (out / "manifest.json").unlink()
+        AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_a_flipped_bit_of_a_checkpoint_is_refused_by_its_model_folder(run):
+    write_manifest(run / "step-00000080")
+    model = run / "step-00000080" / "model"
+    AutoModelForCausalLM.from_pretrained(model)
+    flip(model / "model.safetensors")
+    with pytest.raises(ValueError, match=r"step-00000080 is damaged"):
+        AutoModelForCausalLM.from_pretrained(model)
+
+
+def test_a_model_that_is_saved_over_an_export_opens(tmp_path):
+    model_in(tmp_path / "native")
+    out = export(tmp_path / "native", out=tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(out)
+    with torch.no_grad():
+        model.embedding.weight.mul_(2)
+    model.save_pretrained(out)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(out).embedding.weight, model.embedding.weight)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "manifest.json").write_text('{"name": "an app"}')  # nothing of ours
+    model.save_pretrained(tmp_path / "other")
+    assert (tmp_path / "other" / "manifest.json").exists()
+
+
+def test_the_tokenizer_knows_the_context_length(tmp_path):
+    model_in(tmp_path / "native", block_size=24)
+    out = export(tmp_path / "native", out=tmp_path / "out")
+    theirs = AutoTokenizer.from_pretrained(out)  # the package is here: nothing to ask about
+    assert theirs.model_max_length == 24
+    assert len(theirs("x" * 99, truncation=True)["input_ids"]) == 24
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    model_in(tmp_path / "native")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for out, message in (
+        (tmp_path / "file", "is a file: give a folder"),
+        (tmp_path / "file" / "below", "file is a file: give a folder"),
+        (tmp_path / "loop", "--out .*loop cannot be used"),
+        (tmp_path / "loop" / "below", "--out .*loop/below cannot be used"),
+        (tmp_path / ("x" * 5000), "--out .*… ?.*cannot be used .File name too long"),
+    ):
+        arguments = ["export", "--checkpoint", str(tmp_path / "native"), "--out", str(out)]
+        with pytest.raises(SystemExit, match=message) as exit:
+            cli.main(arguments)
+        assert "\n" not in str(exit.value)
+        assert len(str(exit.value)) < 900
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "loop", "native"]
 
 
 # The card

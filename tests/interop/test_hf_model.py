@@ -106,12 +106,58 @@ def test_a_config_is_checked(no_shape_checks):
         ThoughtbubblesConfig(n_layer=2, n_head=2, width=13)
     with pytest.raises(ValueError, match="give at least n_layer, n_head, width"):
         ThoughtbubblesConfig(n_layer=2)
-    with pytest.raises(ValueError, match="n_ids = 99"):
+    with pytest.raises(ValueError, match="n_ids = 99: give the tokenizer's size"):
         ThoughtbubblesConfig(n_layer=2, n_head=2, width=8, vocab_size=50, n_ids=99)
     config = ThoughtbubblesConfig(n_layer=2, n_head=2, width=8)
     config.selection = "widest"
     with pytest.raises(ValueError, match=r"ModelConfig.selection = 'widest'"):
         ThoughtbubblesForCausalLM(config)
+
+
+BASE = {"n_layer": 2, "n_head": 2, "width": 8, "vocab_size": 50}
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("n_ids", (True, 0, -1, 51, 10**30, 1.5, "20", [20], {})),
+        ("use_cache", (1, "yes", [])),
+        ("bos_token_id", (True, "1", 1.5, [1], 10**30)),
+        ("eos_token_id", (True, "1", {}, ["1"], [None, 2.5])),
+        ("pad_token_id", ([1], {}, -(10**30))),
+        ("num_labels", (10**30, -1, "2", True)),
+        ("quantization_config", (5, "int8", [])),
+        ("dtype", (5, [], {}, True)),
+        ("core", (1,)),
+        ("to_dict", (None,)),
+        ("attribute_map", ({},)),
+        ("sub_configs", (1,)),
+        ("__class__", (5,)),
+        ("n_layer", (True, 10**9, "2", 2.0, None, [2])),
+        ("hidden_size", ("8", 10**12)),
+        ("fork_layers", (5, "1", [[1]], [True], {})),
+        ("budget", ("1e99999999", float("nan"), True, [])),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_hostile_field_is_one_line_that_names_it(no_shape_checks, tmp_path, field, values):
+    """Given to the class, and from a file."""
+    for value in values:
+        name = "width" if field == "hidden_size" else field
+        described = {key: known for key, known in BASE.items() if key != name} | {field: value}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "thoughtbubbles", **described}))
+        for opening in (lambda d=described: ThoughtbubblesConfig(**d), lambda: AutoConfig.from_pretrained(tmp_path)):
+            with pytest.raises(ValueError, match=name) as error:
+                opening()
+            assert "\n" not in str(error.value)
+            assert len(str(error.value)) < 700
+
+
+@pytest.mark.parametrize(("field", "value"), [("id2label", "x\ny"), ("dtype", "float7"), ("self", 1)])
+def test_fields_that_transformers_cannot_read(no_shape_checks, field, value):
+    with pytest.raises(ValueError, match="a field that transformers cannot read") as error:
+        ThoughtbubblesConfig(**BASE, **{field: value})
+    assert "\n" not in str(error.value)
 
 
 def padded(rows, side, width):
@@ -302,6 +348,47 @@ def test_gradient_checkpointing_changes_memory_only(tmp_path, kind):
         assert torch.equal(gradients[2][name], gradient)
     with pytest.raises(ValueError, match="every_n_layers"):
         model.gradient_checkpointing_enable(every_n_layers=2)
+
+
+CHECKPOINTING = [
+    {"use_reentrant": False},
+    {"use_reentrant": None, "preserve_rng_state": True},
+    {"determinism_check": "none", "debug": False, "early_stop": False},
+]
+
+
+@pytest.mark.parametrize("kind", ["causal", "plain"])
+def test_every_accepted_form_of_gradient_checkpointing_has_all_gradients(tmp_path, kind):
+    model, core = pair(tmp_path / "model", kind, dtype=torch.float64)
+    ids = random_ids(core.config, 2, 9)
+    model.train()
+    model(ids, labels=ids).loss.backward()
+    expected = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    for options in CHECKPOINTING:
+        model.zero_grad()
+        model.gradient_checkpointing_enable(options)
+        model(ids, labels=ids).loss.backward()
+        for name, weight in model.named_parameters():
+            assert torch.equal(weight.grad, expected[name]), (options, name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_reentrant": True}, "use_reentrant = True: that form loses the gradients"),
+        ({"use_reentrant": "no"}, "use_reentrant = 'no'"),
+        ({"every_n_layers": 2}, "has every_n_layers: what can be set is use_reentrant, preserve_rng_state"),
+        ({"preserve_rng_state": 1}, "preserve_rng_state = 1"),
+        ({"determinism_check": ["default"]}, "determinism_check = "),
+        ({"context_fn": 3}, "context_fn = 3"),
+    ],
+    ids=str,
+)
+def test_forms_of_gradient_checkpointing_that_are_refused(options, message):
+    model = ThoughtbubblesForCausalLM(ThoughtbubblesConfig.of(ModelConfig.named("nano")))
+    with pytest.raises(ValueError, match=message):
+        model.gradient_checkpointing_enable(options)
+    assert not model.is_gradient_checkpointing
 
 
 def test_copies_and_replaced_children_stay_whole(tmp_path):

@@ -18,7 +18,7 @@ from lm_eval.api.instance import Instance
 from helpers import SAME_ROW, SAME_ROW_FLOAT32
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
-from thoughtbubbles.interop.harness import run_harness
+from thoughtbubbles.interop.harness import _name, run_harness
 from thoughtbubbles.interop.lm_eval import ThoughtbubblesLM
 
 
@@ -164,9 +164,14 @@ def test_a_request_that_is_asked_again_draws_anew(checkpoints):
     ("settings", "complaint"),
     [
         ({"until": [], "max_gen_toks": 48}, "max_gen_toks = 48: the model reads at most block_size = 48"),
+        ({"until": [], "max_gen_toks": "many"}, "generation_kwargs = .*'many'"),
         ({"until": [], "num_beams": 4}, "generation_kwargs has num_beams"),
+        ({"until": [], "do_sample": True, "temperature": "hot"}, "temperature"),
+        ({"until": [], "do_sample": True, "temperature": 1.0, "seed": "x"}, "seed = 'x'"),
+        ({"until": 5}, r"stop = \(5,\)"),
     ],
 )
+@pytest.mark.usefixtures("no_shape_checks")
 def test_what_generation_cannot_do(checkpoints, settings, complaint):
     model = ThoughtbubblesLM(checkpoints["plain"])
     with pytest.raises(ValueError, match=complaint):
@@ -200,6 +205,14 @@ def test_run_harness(data, cache, checkpoints, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "|piqa" in shown
     assert f"Written: {tmp_path / 'out' / 'results.json'}" in shown
+
+
+def test_results_of_other_settings_have_another_name(checkpoints):
+    settings = {"budget": None, "limit": None, "dtype": "float32", "method": None}
+    every = [_name(checkpoints["plain"], ("piqa",), {**settings, **change}) for change in ({}, {"limit": 2})]
+    every += [_name(checkpoints["causal"], ("piqa",), settings), _name(checkpoints["plain"], ("piqa", "x"), settings)]
+    assert len(set(every)) == 4
+    assert every[1].startswith("harness-piqa-limit2-")
 
 
 def run_command(*words: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess:

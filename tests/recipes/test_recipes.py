@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from thoughtbubbles.data.synthetic import write_synthetic
+from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.recipes import RECIPES, recipe
 from thoughtbubbles.recipes.table import expected_flops, reduced
@@ -83,6 +84,13 @@ def test_ablations_change_one_thing():
             size = name.split("-")[0]
             assert recipe(f"{name}{rule}").model == replace(recipe(f"{size}-r2{rule}-owt").model, **change)
     assert recipe("772m-extended-forking").steps == 25_000
+
+
+def test_the_small_recipe_has_room_for_the_tokens_of_gpt2():
+    config = recipe("small-gpt2")
+    assert config.model.vocab_size >= tokenizer("gpt2").size
+    assert cost(config.model).parameters < 10_000_000
+    assert config.eval.prompts == ()
 
 
 def test_flops_as_counted_everywhere():

@@ -240,6 +240,6 @@ def test_wrong_data_is_refused_before_any_work(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             train(small_run(tmp_path / "run", data_mixture=mixture))
-    with pytest.raises(ValueError, match="--model.vocab-size 100 is too small"):
+    with pytest.raises(ValueError, match=r"--model\.vocab-size 100 is too small"):
         train(small_run(tmp_path / "run", model_vocab_size=100))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

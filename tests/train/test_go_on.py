@@ -128,12 +128,18 @@ def test_a_damaged_description_is_one_line(once, tmp_path, text, message):
 @pytest.mark.parametrize("schedule", ["constant", "wsd"])
 def test_a_longer_run_is_the_one_that_had_that_length_from_the_start(schedule, tmp_path):
     """The warm-up was 2 of 8 steps; for a run of 16 that is a share of 1/8."""
-    options = {"optim_schedule": schedule, "optim_decay": 0.25, "save_every": 2, "eval_sample_tokens": 0, "eval_every": 0}
+    options = {
+        "optim_schedule": schedule,
+        "optim_decay": 0.25,
+        "save_every": 2,
+        "eval_sample_tokens": 0,
+        "eval_every": 0,
+    }
     whole = train(small_run(tmp_path / "whole", steps=16, optim_warmup=0.125, **options))
     short = small_run(tmp_path / "longer", steps=8, optim_warmup=0.25, **options)
     train(short)
     if schedule == "wsd":  # its decay began after step 6
-        with pytest.raises(ValueError, match="with --optim.schedule wsd its finished steps"):
+        with pytest.raises(ValueError, match=r"with --optim\.schedule wsd its finished steps"):
             train(replace(short, tokens=16 * 256), resume=True)
         forget_after(tmp_path / "longer", 6)
     assert command("train", "--resume", tmp_path / "longer", "--tokens", 10 * 256) == 0
@@ -150,7 +156,14 @@ def test_a_longer_run_is_the_one_that_had_that_length_from_the_start(schedule, t
 
 
 def test_wsd_may_begin_its_decay_sooner(tmp_path):
-    options = {"optim_schedule": "wsd", "optim_decay": 0.5, "save_every": 4, "eval_sample_tokens": 0, "eval_every": 0, "save_keep": 9}
+    options = {
+        "optim_schedule": "wsd",
+        "optim_decay": 0.5,
+        "save_every": 4,
+        "eval_sample_tokens": 0,
+        "eval_every": 0,
+        "save_keep": 9,
+    }
     short = train(small_run(tmp_path / "short", steps=8, optim_warmup=0.25, **options))
     train(small_run(tmp_path / "run", steps=16, optim_warmup=0.125, **options))
     forget_after(tmp_path / "run", 4)

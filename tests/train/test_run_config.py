@@ -8,6 +8,7 @@ import torch
 
 from helpers import lively_model, small_config
 from thoughtbubbles.train.config import OptimConfig, differences
+from thoughtbubbles.train.fields import read_count
 from thoughtbubbles.train.optim import Optimizer, learning_rate
 from thoughtbubbles.train.parallel import find_device
 from train.runs import small_run
@@ -18,6 +19,17 @@ from train.runs import small_run
     [
         ({"tokens_per_step": 100}, "--tokens-per-step 100: give a multiple of the block size, 32"),
         ({"tokens": 0}, "--tokens 0"),
+        ({"tokens": True}, "--tokens True: give a whole number"),
+        ({"tokens": 10**16}, "--tokens 10000000000000000"),
+        ({"tokens_per_step": 32 * 2**30}, "--tokens-per-step"),
+        ({"seed": 2**63}, "--seed"),
+        ({"save_every": 10**16}, "--save.every"),
+        ({"eval_every": -1}, "--eval.every"),
+        ({"log_every": True}, "--log.every True"),
+        ({"log_peak_tflops": float("inf")}, "--log.peak-tflops"),
+        ({"optim_clip": float("inf")}, "--optim.clip"),
+        ({"optim_weight_decay": float("nan")}, "--optim.weight-decay"),
+        ({"compute_micro_rows": True}, "--compute.micro-rows True"),
         ({"optim_lr": -1.0}, "--optim.lr"),
         ({"optim_lr": float("nan")}, "--optim.lr"),
         ({"optim_warmup": 2.0}, "--optim.warmup"),
@@ -35,6 +47,19 @@ from train.runs import small_run
 def test_mistakes_name_the_option(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         small_run(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("1e5", 100_000), ("100_000", 100_000), ("2.5e9", 2_500_000_000), ("7", 7), ("1e15", 10**15)]
+)
+def test_numbers_as_people_write_them(text, number):
+    assert read_count(text) == number
+
+
+@pytest.mark.parametrize("text", ["1.5", "nan", "inf", "1e16", "1e999999999", "1e-9", "", "ten", "9" * 5000, "1e5x"])
+def test_what_is_no_whole_number(text):
+    with pytest.raises(ValueError, match="is not one: give a whole number"):
+        read_count(text)
 
 
 def test_a_device_that_is_not_there():

@@ -19,7 +19,9 @@ def write_text(folder: Path, *, tokenizer_name: str = "bytes", **splits: int) ->
     for split, n_tokens in splits.items():
         writer = ShardWriter(folder, split, kind="text", shard_tokens=100_000)
         if n_tokens:
-            writer.add(np.array(([*b"ab ab cd "] * n_tokens)[: n_tokens - 1] + [tok.end_of_text], dtype=np.uint16))
+            words = np.resize(np.frombuffer(b"ab ab cd ", dtype=np.uint8), n_tokens).astype(np.uint16)
+            words[-1] = tok.end_of_text
+            writer.add(words)
         writer.close()
         finished[split] = writer.finished
     write_index(folder, Index("text", tok.name, tok.end_of_text, tok.size, finished, {}))

@@ -215,8 +215,9 @@ class _Reader:
             for row, begin, size in zip(places.tolist(), begins.tolist(), sizes.tolist(), strict=True):
                 items.read(begin, tokens[row, :size], counts[row, :size])
         if (largest := int(tokens.max())) > self._largest:
+            folders = ", ".join(str(self.sources[s].path) for s in np.unique(source))
             raise ValueError(
-                f"token {largest} is larger than any that was written: the data has altered bytes; "
+                f"{folders}: token {largest} is larger than any that was written: the data has altered bytes; "
                 "open it with verify=True to learn in which file"
             )
         ids = tokens[:, :-1].astype(np.int64)

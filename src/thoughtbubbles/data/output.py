@@ -314,7 +314,8 @@ def _read_journal(folder: Path, settings: dict[str, Any]) -> State | None:
 def _refuse_foreign(folder: Path) -> None:
     there = sorted(path.name for path in folder.iterdir() if path.suffix != ".tmp")
     if there:
-        raise ValueError(f"out = {folder} already holds other files ({there[0]} …): give a new or empty folder")
+        first = short_name(there[0])
+        raise ValueError(f"out = {folder} already holds other files ({first} …): give a new or empty folder")
 
 
 def _refuse_other(folder: Path, ours: dict[str, Any], theirs: dict[str, Any], what: str) -> None:

@@ -39,7 +39,11 @@ HELD_OUT = 0.005  # share of the documents, where no validation set is given
 SMALL_VAL = 10_000  # tokens: the mean loss over fewer moves by several percent with the choice of the documents
 MOST_PROCESSES = 1024
 MOST_SHARD_TOKENS = 1 << 32
-NEXT = {"bytes": ("tiny", 128), "gpt2": ("150m-r2-owt", 512)}  # a recipe for the tokens, and its context length
+MUCH = 10**8  # tokens: enough for one of the paper's models
+NEXT = {  # a recipe for the tokens, its context length, and from how many tokens on
+    "bytes": (("tiny", 128, 0),),
+    "gpt2": (("150m-r2-owt", 512, MUCH), ("small-gpt2", 256, 0)),
+}
 AGAIN = "run the same command again, and it goes on where it stopped"
 
 
@@ -307,9 +311,9 @@ def _summarize(out: Path, index: Index) -> None:
 
 
 def _next_command(out: Path, index: Index) -> str:
-    recipe, block_size = NEXT[index.tokenizer]
+    n_tokens = sum(shard.n_tokens for shard in index.splits["train"])
+    recipe, block_size = next((name, size) for name, size, least in NEXT[index.tokenizer] if n_tokens >= least)
     words = ["thoughtbubbles", "train", recipe, "--data.mixture", f"{out}=1" if "=" in str(out) else str(out)]
-    targets = sum(shard.n_tokens for shard in index.splits["train"]) - 1
-    if index.kind == "text" and targets < block_size:  # not one window of the recipe's own length
-        words += ["--model.block-size", str(targets)]
+    if index.kind == "text" and n_tokens <= block_size:  # not one window of the recipe's own length
+        words += ["--model.block-size", str(1 << (n_tokens - 1).bit_length() - 1)]
     return shlex.join(words)

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from thoughtbubbles.evals.marks import Answer
-from thoughtbubbles.files import parse_json, read_bytes, short_name
+from thoughtbubbles.files import named, parse_json, read_bytes, short_name
 
 REMEDY = "delete it; what it held is answered again"
 FIELDS = {"document", *(field.name for field in fields(Answer))}
@@ -58,9 +58,10 @@ class Answers:
         """The first file that no other process is writing to."""
         for number in count(1):
             path = self.folder / (f"{self._own}.jsonl" if number == 1 else f"{self._own}.{number}.jsonl")
-            if path.exists() and not path.is_file():  # a pipe would wait for a reader
-                raise ValueError(f"{short_name(path)} is not a file: {REMEDY}")
-            file = path.open("a", encoding="utf-8", buffering=1)  # a line is on disk when it is written
+            with named(path, REMEDY):
+                if path.exists() and not path.is_file():  # a pipe would wait for a reader
+                    raise ValueError(f"{short_name(path)} is not a file: {REMEDY}")
+                file = path.open("a", encoding="utf-8", buffering=1)  # a line is on disk when it is written
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -49,15 +49,12 @@ def run(settings: Evaluation, *, device: str | torch.device, ranks: Ranks = Rank
     budgets = _budgets(model, settings)
     failed: dict[str, str] = {}
     work = _open_tasks(settings, model, tokenizer, ranks, failed)
-    weights = ranks.gather(weights_of(folder) if ranks.is_first else {})[0]
+    weights = ranks.gather(ranks.agree(lambda: weights_of(folder) if ranks.is_first else {}))[0]
     about = {"weights": weights, "config": asdict(model.config), "dtype": settings.dtype}
     name = name_of(settings, _depends_on(settings, model, budgets, about, work))
     home = home_of(folder) if settings.out is None else settings.out
     place = ranks.agree(lambda: make_folders(home, name, is_given=settings.out is not None))
-    found: dict[str, Found] = {}
     with Progress(quiet=not ranks.is_first) as progress:
-        for task, wrong in failed.items():
-            progress.say(f"{task} cannot run: {wrong}")
         bench = Bench(
             settings=settings,
             model=model,
@@ -68,10 +65,7 @@ def run(settings: Evaluation, *, device: str | torch.device, ranks: Ranks = Rank
             ranks=ranks,
             progress=progress,
         )
-        for task, opened in work.items():
-            if (each := _attempt(bench, task, opened, failed)) is not None:
-                found[task] = each
-    _require_any(found, failed)
+        found = _measure(bench, work, failed)
     results = {
         "name": name,
         **_numbers(settings, found, budgets),
@@ -85,11 +79,7 @@ def run(settings: Evaluation, *, device: str | torch.device, ranks: Ranks = Rank
         "ranks": ranks.size,
         **_circumstances(),
     }
-    if settings.out is not None and ranks.is_first and (aside := move_aside(place, name)) is not None:
-        print(f"{place} had the results of another evaluation: they are in {aside} now.", file=sys.stderr)
-    ranks.agree(
-        lambda: _write(place / RESULTS, results) if ranks.is_first else None
-    )  # nobody leaves before it is there
+    ranks.agree(lambda: _write(place, results, settings) if ranks.is_first else None)  # all wait until it is there
     return results
 
 
@@ -170,13 +160,19 @@ def _require_any(done: Mapping[str, object], failed: Mapping[str, str]) -> None:
         raise ValueError(f"{name}: {wrong}{also}")
 
 
-def _attempt(bench: Bench, task: str, work: Work, failed: dict[str, str]) -> Found | None:
-    try:
-        return measure_text(bench, work) if isinstance(work, Windows) else sit_exam(bench, work)
-    except ValueError as error:
-        failed[task] = str(error)
-        bench.progress.say(f"{task} cannot run: {error}")
-        return None
+def _measure(bench: Bench, work: Mapping[str, Work], failed: dict[str, str]) -> dict[str, Found]:
+    """One task after the other; what fails now is reported with what could not be opened."""
+    found: dict[str, Found] = {}
+    for name, wrong in failed.items():
+        bench.progress.say(f"{name} cannot run: {wrong}")
+    for name, each in work.items():
+        try:
+            found[name] = measure_text(bench, each) if isinstance(each, Windows) else sit_exam(bench, each)
+        except ValueError as error:
+            failed[name] = str(error)
+            bench.progress.say(f"{name} cannot run: {error}")
+    _require_any(found, failed)
+    return found
 
 
 def _depends_on(
@@ -215,9 +211,11 @@ def _numbers(settings: Evaluation, found: Mapping[str, Found], budgets: tuple[Nu
     return numbers
 
 
-def _write(path: Path, results: dict[str, Any]) -> None:
-    write_json(path, results)
-    show(results, path)
+def _write(place: Path, results: dict[str, Any], settings: Evaluation) -> None:
+    if settings.out is not None and (aside := move_aside(place, results["name"])) is not None:
+        print(f"{place} had the results of another evaluation: they are in {aside} now.", file=sys.stderr)
+    write_json(place / RESULTS, results)
+    show(results, place / RESULTS)
 
 
 def _circumstances() -> dict[str, Any]:

@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "."  # or the name of this repository
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # it needs none of the code
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))
 """

@@ -87,6 +87,8 @@ def brief(value: object) -> str:
         text = repr(value).replace("\n", " ")
     except ValueError:
         return "a number of very many digits"
+    except RecursionError:
+        return f"a {type(value).__name__} nested too deeply"
     return text if len(text) <= 100 else f"{text[:100]}…"
 
 
@@ -105,7 +107,7 @@ def _exact(value: Any, name: str) -> tuple[int, int]:
         if isinstance(value, bool) or len(text) > 200 or (exponent and abs(int(exponent[1])) > 20):
             raise ValueError
         fraction = Fraction(text)
-    except (ValueError, ZeroDivisionError):
+    except (ValueError, ZeroDivisionError, RecursionError):
         raise ValueError(f"{name} = {brief(value)} is not a number: give streams per token, e.g. 2 or 1.5") from None
     if fraction < 1:
         raise ValueError(

@@ -106,7 +106,7 @@ class ModelConfig:
                 is_whole(layer) and 0 <= layer < self.n_layer,
                 "fork_layers",
                 self.fork_layers,
-                f"{layer} is no block of this model: give numbers from 0 to n_layer - 1 = {self.n_layer - 1}",
+                f"{brief(layer)} is no block of this model: give numbers from 0 to n_layer - 1 = {self.n_layer - 1}",
             )
         _require(
             list(self.fork_layers) == sorted(set(self.fork_layers)),

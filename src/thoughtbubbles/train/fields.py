@@ -34,7 +34,7 @@ def read_count(text: str) -> int:
         number = Decimal(text) if len(text) <= 40 else Decimal("nan")
     except InvalidOperation:
         number = Decimal("nan")
-    if not number.is_finite() or abs(number) > LARGEST or number != number.to_integral_value():
+    if not number.is_finite() or not -LARGEST <= number <= LARGEST or number != number.to_integral_value():
         raise ValueError(f"{short_name(text)!r} is not one: {wanted}")
     return int(number)
 
