@@ -157,7 +157,7 @@ FAULTS = [
     ),
     Fault(
         "train/loop.py",
-        "torch.manual_seed(_mix(config.seed, n, self.world.rank))",
+        "torch.manual_seed(mix(config.seed, n, self.world.rank))",
         "torch.manual_seed(config.seed)",
         "tests/train/test_loop.py tests/train/test_resume.py",
     ),
@@ -170,8 +170,8 @@ FAULTS = [
     Fault("train/optim.py", "if (p.ndim >= 2) == has_decay", "if (p.ndim >= 1) == has_decay", OPTIM),
     Fault(
         "train/optim.py",
-        "warmup = round(optim.warmup * steps)",
-        "warmup = int(optim.warmup * steps)",
+        "return round(optim.warmup * steps)",
+        "return int(optim.warmup * steps)",
         "tests/train/test_optim.py tests/train/test_run_config.py",
     ),
     Fault(
@@ -207,7 +207,7 @@ FAULTS = [
     ),
     Fault("evals/likelihood.py", "np.logical_and.reduceat(greedy", "np.logical_or.reduceat(greedy", EVALS),
     Fault("evals/likelihood.py", "if np.isnan(sums).any():", "if np.isnan(sums).all():", EVALS),
-    Fault("evals/autoregressive.py", "active=part.lengths > t", "active=part.lengths >= t", EVALS),
+    Fault("evals/autoregressive.py", "active=part.lengths > t", "active=part.lengths > t + 1", EVALS),
     Fault("evals/autoregressive.py", "windows / (windows - 1) * float", "float", EVALS),
     Fault(
         "evals/perplexity.py",
@@ -252,7 +252,7 @@ FAULTS = [
         "tests/model/test_attention.py tests/model/test_precision.py",
     ),
     Fault("model/loss.py", "counts = (first >= 0) & (first < n_owned)", "counts = (first >= 0)", LOSS),
-    Fault("model/loss.py", "_up(vocabulary, 16) * 16", "vocabulary", LOSS),
+    Fault("model/loss.py", ".sum().clamp(min=1).to(dtype)", ".sum().to(dtype)", LOSS),
     Fault(
         "generate/sample.py",
         "ranked < least, -math.inf)",

@@ -141,15 +141,15 @@ def test_a_mistake_is_one_line_on_standard_error():
     assert "Traceback" not in shown.stderr
 
 
-def test_inspect_a_folder(tmp_path):
+def test_inspect_a_folder(tmp_path, capsys):
     config = named("nano", budget=9, fork_layers=(1, 3))
     folder = save_model(tmp_path / "run" / "step-00000002" / "model", Thoughtbubbles(config))
     for path in (folder, folder.parent, tmp_path / "run"):
-        shown = run("inspect", str(path))
-        assert shown.returncode == 0, shown.stderr
-        assert f"{parameter_count(config):,}" in shown.stdout
-        assert "causal, r = 9 (no limit)" in shown.stdout  # two fork layers make 4 of one at most
-        assert "copy-3" not in shown.stdout
+        main(["inspect", str(path)])
+        shown = capsys.readouterr().out
+        assert f"{parameter_count(config):,}" in shown
+        assert "causal, r = 9 (no limit)" in shown  # two fork layers make 4 of one at most
+        assert "copy-3" not in shown
     described = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**described, "n_layer": 9999}))
     with pytest.raises(SystemExit, match="it has 4 blocks, not 9999"):

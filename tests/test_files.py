@@ -86,6 +86,15 @@ def test_places_without_a_file_to_read(tmp_path):
             assert len(str(error.value)) < 600
 
 
+def test_names_in_messages_are_short_and_of_one_line():
+    assert short_name(Path("a/b é.txt")) == "a/b é.txt"
+    assert short_name("a\nb\0c") == "a\\nb\\x00c"
+    long = short_name("a" * 200 + "b" * 4000 + "c" * 200)
+    assert len(long) < 300
+    assert long.startswith("a" * 150)
+    assert long.endswith("c" * 100)
+
+
 def test_named_leaves_other_errors_alone(tmp_path):
     with (
         pytest.raises(ValueError, match=r"^a cannot be used .No space left on device.: make room$"),
@@ -237,7 +246,7 @@ def test_names_outside_the_folder(model, name):
     (model.parent / "weights").write_bytes(b"0123456789")
     manifest = read_object(model / "manifest.json")
     write_json(model / "manifest.json", {name: manifest["weights"], **manifest})
-    assert damage(model) == f"manifest.json lists {name!r}, which is not inside the folder"
+    assert damage(model) == f"manifest.json lists {short_name(name)!r}, which is not inside the folder"
 
 
 @pytest.mark.parametrize(

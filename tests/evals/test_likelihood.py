@@ -113,6 +113,16 @@ def test_a_budget_of_ones_own():
         assert found[2].log_prob == pytest.approx(-float(nll[0, -found[2].n_tokens :].sum()), abs=SAME_ROW)
 
 
+def test_a_single_row_of_nan_is_an_error():
+    """Which no comparison would show: NaN is not below any other loss."""
+    model = lively_model(small_config(fork_layers=())).requires_grad_(False)
+    model.embedding.register_forward_hook(lambda _, ids, x: x.masked_fill((ids[0] == 7)[..., None], math.nan))
+    queries = [Query((1, 2), (3,)), Query((1, 7), (3,)), Query((4, 5), (6,))]
+    assert len(log_likelihoods(model, [queries[0], queries[2]], vocab_size=23)) == 2
+    with pytest.raises(ValueError, match="not numbers"):
+        log_likelihoods(model, queries, vocab_size=23)
+
+
 def test_progress_is_told():
     shares = []
     log_likelihoods(lively_model(small_config()), some_queries(10), vocab_size=23, report=shares.append)

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import oracle
@@ -89,7 +89,12 @@ def test_causal_decisions_are_never_revised(row, budget):
         assert Case((sizes[:t], scores[:n], 0, 0), budget, "causal").survivors == [c for c in whole if c < n]
 
 
+# Token 1 is refused a stream, token 2 asks for none: what was refused stays so, and token 3 may have three.
+LATER_NEED = [-3, -3, -3, -3, -0.5, -0.6, -0.7, -3, -19, -19, -19, -19, -0.1, -0.2, -0.3, -3]
+
+
 @given(rows(), budgets)
+@example(([2, 2, 2, 2], LATER_NEED, 0, 0), "2")
 def test_causal_equals_the_rule_written_as_a_loop(row, budget):
     case = Case(row, budget, "causal")
     ranked = [(case.original[c], round(case.scores[c] * 4096), -c) for c in range(len(case.owner))]

@@ -127,31 +127,31 @@ def test_a_damaged_description_is_one_line(once, tmp_path, text, message):
 
 @pytest.mark.parametrize("schedule", ["constant", "wsd"])
 def test_a_longer_run_is_the_one_that_had_that_length_from_the_start(schedule, tmp_path):
-    """The warm-up was 2 of 8 steps; for a run of 16 that is a share of 1/8."""
+    """Extended twice within its warm-up, which was 3 of 4 steps: for a run of 8 steps that is a share of 3/8."""
     options = {
         "optim_schedule": schedule,
         "optim_decay": 0.25,
-        "save_every": 2,
-        "eval_sample_tokens": 0,
+        "save_every": 1,
+        "save_keep": 9,
         "eval_every": 0,
+        "eval_sample_tokens": 0,
     }
-    whole = train(small_run(tmp_path / "whole", steps=16, optim_warmup=0.125, **options))
-    short = small_run(tmp_path / "longer", steps=8, optim_warmup=0.25, **options)
+    whole = train(small_run(tmp_path / "whole", steps=8, optim_warmup=0.375, **options))
+    short = small_run(tmp_path / "longer", steps=4, optim_warmup=0.75, **options)
     train(short)
-    if schedule == "wsd":  # its decay began after step 6
+    if schedule == "wsd":  # its decay has begun
         with pytest.raises(ValueError, match=r"with --optim\.schedule wsd its finished steps"):
-            train(replace(short, tokens=16 * 256), resume=True)
-        forget_after(tmp_path / "longer", 6)
-    assert command("train", "--resume", tmp_path / "longer", "--tokens", 10 * 256) == 0
-    forget_after(tmp_path / "longer", 8)
-    longer = replace(short, tokens=16 * 256)
-    assert train(longer, resume=True).step == 16  # twice: the warm-up is still that of the beginning
+            train(replace(short, tokens=8 * 256), resume=True)
+    forget_after(tmp_path / "longer", 1)
+    assert command("train", "--resume", tmp_path / "longer", "--tokens", 6 * 256) == 0
+    forget_after(tmp_path / "longer", 2)
+    assert train(replace(short, tokens=8 * 256), resume=True).step == 8
     assert losses(tmp_path / "longer") == losses(tmp_path / "whole")
     assert [line["lr"] for line in metrics(tmp_path / "longer") if "lr" in line] == [
         line["lr"] for line in metrics(tmp_path / "whole") if "lr" in line
     ]
-    assert_same_bits(tmp_path / "longer" / "step-00000016", whole.checkpoint)
-    with pytest.raises(ValueError, match=r"has 16 steps, but tokens was 4096, is 2048 \(8 steps\)"):
+    assert_same_bits(tmp_path / "longer" / "step-00000008", whole.checkpoint)
+    with pytest.raises(ValueError, match=r"has 8 steps, but tokens was 2048, is 1024 \(4 steps\)"):
         train(short, resume=True)
 
 
@@ -159,16 +159,16 @@ def test_wsd_may_begin_its_decay_sooner(tmp_path):
     options = {
         "optim_schedule": "wsd",
         "optim_decay": 0.5,
-        "save_every": 4,
-        "eval_sample_tokens": 0,
-        "eval_every": 0,
+        "save_every": 2,
         "save_keep": 9,
+        "eval_every": 0,
+        "eval_sample_tokens": 0,
     }
-    short = train(small_run(tmp_path / "short", steps=8, optim_warmup=0.25, **options))
-    train(small_run(tmp_path / "run", steps=16, optim_warmup=0.125, **options))
-    forget_after(tmp_path / "run", 4)
-    train(small_run(tmp_path / "run", steps=8, optim_warmup=0.125, **options), resume=True)
-    assert_same_bits(tmp_path / "run" / "step-00000008", short.checkpoint)
+    short = train(small_run(tmp_path / "short", steps=4, optim_warmup=0.25, **options))
+    train(small_run(tmp_path / "run", steps=8, optim_warmup=0.125, **options))
+    forget_after(tmp_path / "run", 2)
+    train(small_run(tmp_path / "run", steps=4, optim_warmup=0.125, **options), resume=True)
+    assert_same_bits(tmp_path / "run" / "step-00000004", short.checkpoint)
 
 
 def test_a_new_run_takes_the_shape_of_the_model_it_starts_from(once, tmp_path):

@@ -24,7 +24,7 @@ def inspect_model(
     tokens: int | None,
     rows: int,
     copies: Sequence[int] | None,
-    budgets: Sequence[float] | None,
+    budgets: Sequence[int | float] | None,
 ) -> None:
     """Of a size by name, or of a model in a folder."""
     base, is_size = find_config(model)
@@ -43,7 +43,7 @@ def inspect_model(
     show_costs(model, variants, tokens=tokens or base.block_size, rows=rows)
 
 
-def _label(base: ModelConfig, budget: float) -> str:
+def _label(base: ModelConfig, budget: int | float) -> str:
     return f"{base.selection}, r = {budget:g}{' (no limit)' * base.is_unlimited(budget)}"
 
 
