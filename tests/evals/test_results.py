@@ -388,6 +388,11 @@ def test_every_budget_of_the_list_is_checked_first(checkpoint, questions):
     assert not (checkpoint.parent / "eval").exists()
 
 
+def test_a_budget_that_is_no_limit_says_so(checkpoint, questions, capsys):
+    evaluate(checkpoint, questions, budget=("1", "99"), limit=1)
+    assert "budget = 99: " in capsys.readouterr().err
+
+
 def test_the_harness_takes_one_budget():
     with pytest.raises(ValueError, match="--budget 1 2: with --harness give one, or leave out --harness"):
         Evaluation(checkpoint=Path("x"), tasks=("piqa",), harness=True, budget=("1", "2"))

@@ -32,7 +32,7 @@ from thoughtbubbles.evals.show import show
 from thoughtbubbles.evals.tasks import TASKS
 from thoughtbubbles.evals.windows import check_tokens, checksum, windows_for
 from thoughtbubbles.files import write_json
-from thoughtbubbles.generate.requests import budget_problem, exact_method
+from thoughtbubbles.generate.requests import budget_problem, budget_remark, exact_method
 from thoughtbubbles.model.budget import Number
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
@@ -65,6 +65,9 @@ def run(settings: Evaluation, *, device: str | torch.device, ranks: Ranks = Rank
             ranks=ranks,
             progress=progress,
         )
+        for budget in settings.budget:
+            if remark := budget_remark(model.config, budget):
+                progress.say(remark)
         found = _measure(bench, work, failed)
     results = {
         "name": name,

@@ -181,7 +181,7 @@ class RunConfig:
             _require(0 < share <= 1, "save.milestones", share, "give shares of the run between 0 and 1, such as 0.5")
         _require(self.eval.tokens >= block, "eval.tokens", self.eval.tokens, f"give at least one row, {block}")
         heat = self.eval.temperature
-        _require(is_temperature(heat), "eval.temperature", heat, "give 0 (greedy) or 0.001 and up")
+        _require(is_temperature(heat), "eval.temperature", heat, "give 0 (greedy), or from 0.001 to a million")
         peak = self.log.peak_tflops
         _require(peak is None or 0 < peak < math.inf, "log.peak_tflops", peak, "give a positive number")
         micro = self.compute.micro_rows
