@@ -17,7 +17,7 @@ BudgetMode = Literal["proportional", "fixed"]
 MOST = {
     "n_layer": 10_000,
     "n_head": 10_000,
-    "width": 2**20,
+    "width": 2**24,
     "vocab_size": 2**24,
     "block_size": 2**24,
     "copies": 1_000,

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from thoughtbubbles.data.loader import IGNORED, Batch, HeldOut, Loader, Source, micro_steps, rows_of_rank
-from thoughtbubbles.data.shards import has_split
+from thoughtbubbles.data.shards import has_split, open_dataset
 from thoughtbubbles.data.stdlib import write_stdlib
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
@@ -149,9 +149,8 @@ class RunData:
         texts = [(source, split) for _, source, split in self.validation]
         found = []
         for source, split in texts or [(source, "train") for source in self.loader.sources]:
-            n = PROMPT_TOKENS
-            row = HeldOut([source], rows=1, n_tokens=n, max_tokens=n, split=split, verify=False)[0]
-            ids = row.ids[0, : row.lengths[0]].tolist()
+            shards = open_dataset(source.path, split=split, verify=False).shards
+            ids = next(shard.tokens[:PROMPT_TOKENS] for shard in shards if len(shard.tokens)).tolist()
             end = ids.index(self.tokenizer.end_of_text) if self.tokenizer.end_of_text in ids else len(ids)
             found.append(ids[: max(1, end)])
         return found
