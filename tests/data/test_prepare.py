@@ -445,6 +445,20 @@ def test_a_killed_worker(corpus, uninterrupted, tmp_path):
     assert contents(out) == uninterrupted
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the worker processes through Linux's /proc")
+def test_workers_killed_while_they_send(corpus, tmp_path):
+    """Half a result is in the pipe, and nobody will send the rest: the parent must not wait for it."""
+    process = start_and_wait_for_a_shard(corpus, tmp_path / "out")
+    process.send_signal(signal.SIGSTOP)  # it reads no more, and its workers fill the pipe
+    time.sleep(1.5)
+    for child in children(process.pid):
+        os.kill(child, signal.SIGKILL)
+    process.send_signal(signal.SIGCONT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "prepare: a process that tokenizes has died" in errors
+
+
 def test_a_full_disk(tmp_path):
     """A limit on the size of files stands for it: writing fails in the middle."""
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in random_texts(300)])

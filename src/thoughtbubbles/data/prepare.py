@@ -33,6 +33,7 @@ from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.data.tokenizer import tokenizer as find_tokenizer
 from thoughtbubbles.files import locked, named, reason, short_name
 
+PATIENCE = 5.0  # seconds without a result, after which somebody looks whether all processes live
 AHEAD = 3  # chunks on their way for each process
 SAVE_SECONDS = 10.0  # at most so much work is done twice after an interruption
 HELD_OUT = 0.005  # share of the documents, where no validation set is given
@@ -247,11 +248,27 @@ def _encode(chunks: Iterable[Chunk], tokenizer: str, processes: int) -> Generato
                 waiting.append((chunk._replace(payload=None), pool.submit(encode_chunk, chunk, tokenizer)))
             if len(waiting) > AHEAD * processes:
                 chunk, future = waiting.popleft()
-                yield chunk, future.result()
+                yield chunk, _result(pool, future)
         for chunk, future in waiting:
-            yield chunk, future.result()
+            yield chunk, _result(pool, future)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _result(pool: ProcessPoolExecutor, future: Future[Encoded]) -> Encoded:
+    """A process that is killed while it sends leaves half a message, for whose rest the pool would wait forever."""
+    while True:
+        try:
+            return future.result(timeout=PATIENCE)
+        except TimeoutError:
+            processes = list((pool._processes or {}).values())
+            if all(process.is_alive() for process in processes):
+                continue
+        for process in processes:
+            process.kill()
+        queue: Any = pool._result_queue
+        queue._writer.close()  # the last end that could be written to: now the pool sees that nothing more will come
+        raise BrokenProcessPool("a process died while it sent its result")
 
 
 def _start_worker(tokenizer: str) -> None:
