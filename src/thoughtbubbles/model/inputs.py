@@ -138,6 +138,8 @@ def whole_numbers(name: str, values: object, wanted: str) -> Tensor:
     """A tensor of whole numbers, made of what was given if need be."""
     if not isinstance(values, Tensor):
         try:
+            if isinstance(values, (list, tuple)) and any(getattr(value, "shape", ()) != () for value in values):
+                raise ValueError  # arrays in a list, of which torch warns
             tensor = torch.as_tensor(values)
         except (TypeError, ValueError, RuntimeError, OverflowError):  # text, rows of unequal length, 10^30, …
             raise ValueError(f"{name} = {brief(values)}: give {wanted}") from None
