@@ -83,9 +83,8 @@ class ModelConfig:
             ("merge", Merge),
             ("score_scale", ScoreScale),
         ):
-            _require(
-                getattr(self, name) in get_args(kind), name, getattr(self, name), f"choose one of {get_args(kind)}"
-            )
+            value = getattr(self, name)  # an array would be compared number by number
+            _require(isinstance(value, str) and value in get_args(kind), name, value, f"choose one of {get_args(kind)}")
         self._check_forks()
         for name in ("gate_qk", "gate_v", "gate_residual", "authors_compat"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "give True or False")
