@@ -53,7 +53,8 @@ def test_many_inputs(reader):
     found = fuzzed("--reader", reader, "--inputs", MANY, "--seed", 1)
     assert not found["findings"], in_words(found["findings"])
     numbers = found["readers"][reader]
-    assert numbers["refused"] + sum(numbers["changed"].values()) > numbers["inputs"] / 4  # it is not all for nothing
+    # Not all for nothing: answers that are lost are only answered again, so fewest of those show.
+    assert numbers["refused"] + sum(numbers["changed"].values()) > numbers["inputs"] / 5
 
 
 # The fuzzer itself

@@ -243,7 +243,8 @@ print(extra_peak_bytes(lambda: case.step("{form}"), device="cpu"))
     [
         ("ours", True, 0, 200e6),
         pytest.param("ours", False, 0, 200e6, marks=pytest.mark.slow),
-        pytest.param("dense", False, 2e9, 9e9, marks=pytest.mark.slow),
+        # At least the logits; how many copies of them torch makes differs between processors.
+        pytest.param("dense", False, 4096 * 50304 * 4, 9e9, marks=pytest.mark.slow),
     ],
 )
 def test_memory(form, bubbles, low, high):
