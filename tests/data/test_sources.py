@@ -42,7 +42,7 @@ def write(folder, ending):
     elif ending.endswith(".gz"):
         path.write_bytes(gzip.compress(LINES[:half]) + gzip.compress(LINES[half:]))
     elif ending.endswith(".xz"):
-        path.write_bytes(lzma.compress(LINES))
+        path.write_bytes(lzma.compress(LINES[:half]) + bytes(8) + lzma.compress(LINES[half:]) + bytes(4))  # padding
     elif ending.endswith(".zst"):
         path.write_bytes(zstandard.compress(LINES[:half]) + zstandard.compress(LINES[half:]))
     else:
@@ -96,15 +96,32 @@ def test_text_files_and_folders(tmp_path):
     assert texts(tmp_path)[0] == ["data"]  # the other files describe it
 
 
+@pytest.mark.parametrize("kind", ["link", "loop", "pipe"])
+def test_what_cannot_be_read_in_a_folder_is_named(kind, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    odd = tmp_path / "b.jsonl"
+    os.mkfifo(odd) if kind == "pipe" else odd.symlink_to("gone" if kind == "link" else odd.name)
+    with pytest.raises(ValueError, match=r"b\.jsonl is a broken link or not a file: repair or remove it"):
+        find_inputs([str(tmp_path)])
+
+
 def error_of(*found):
     *_, last = read_chunks(find_inputs([str(path) for path in found]))
     return encode_chunk(last, "bytes").error
 
 
 @pytest.mark.parametrize("ending", [".jsonl.gz", ".jsonl.xz", ".jsonl.zst"])
+def test_damage_after_the_first_member_is_named(ending, tmp_path):
+    path = write(tmp_path, ending)
+    first = {".jsonl.gz": gzip.compress, ".jsonl.xz": lzma.compress, ".jsonl.zst": zstandard.compress}[ending](LINES)
+    path.write_bytes(first + b"neither this nor that")
+    assert error_of(path).startswith(f"{path} cannot be read (")
+
+
+@pytest.mark.parametrize("ending", [".jsonl.gz", ".jsonl.xz", ".jsonl.zst"])
 def test_truncated_files_are_named(ending, tmp_path):
     path = write(tmp_path, ending)
-    path.write_bytes(path.read_bytes()[:-20])
+    path.write_bytes(path.read_bytes()[:-24])
     assert error_of(path) == f"{path} ends in the middle of its compressed data: copy or download it again"
 
 
@@ -240,8 +257,6 @@ def test_sources_that_cannot_be_used(tmp_path, monkeypatch):
         assert len(str(error.value)) < 1000
     (tmp_path / "folder" / "sub").mkdir(parents=True)
     (tmp_path / "folder" / "sub" / "up").symlink_to("..")
-    (tmp_path / "folder" / "loop.txt").symlink_to("loop.txt")
-    os.mkfifo(tmp_path / "folder" / "pipe.txt")
     (tmp_path / "folder" / "a.txt").write_text("only this")
     assert texts(tmp_path / "folder")[0] == ["only this"]
     found = find_inputs([str(tmp_path / "file.txt")])

@@ -326,7 +326,7 @@ def test_what_is_not_a_file(tmp_path):
 def test_a_damaged_file(tmp_path):
     path = write(tmp_path, "piqa", [RECORDS["piqa"]] * 500, suffix=".jsonl.gz")
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"cannot be unpacked .*; fetch it again"):
+    with pytest.raises(ValueError, match=r"cannot be decompressed .*; fetch it again"):
         open_exam(TASKS["piqa"], tmp_path)
     write(tmp_path, "clutrr", [{**RECORDS["clutrr"], "split": "train"}])
     with pytest.raises(ValueError, match="hold no document of the exam"):

@@ -142,7 +142,7 @@ def test_only_what_is_asked_for_is_read(data, tmp_path):
     (mine / "blimp.jsonl.gz").write_bytes(b"damaged")
     folder = local_tasks(mine, ["arc_easy", "arc_challenge"], cache_dir=tmp_path / "cache")
     assert {path.stem for path in folder.glob("*.yaml")} == {"arc_easy", "arc_challenge"}
-    with pytest.raises(ValueError, match=r"blimp.jsonl.gz, behind line 0: cannot be unpacked"):
+    with pytest.raises(ValueError, match=r"blimp.jsonl.gz, after line 0: cannot be decompressed"):
         local_tasks(mine, ["blimp"], cache_dir=tmp_path / "cache")
 
 

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from thoughtbubbles.data.compressed import extra
 from thoughtbubbles.data.records import Document, Part, read_record
 from thoughtbubbles.data.shards import Kind
-from thoughtbubbles.data.sources import Chunk, extra, one_line
+from thoughtbubbles.data.sources import Chunk, one_line
 from thoughtbubbles.data.tokenizer import Tokenizer, tokenizer
 from thoughtbubbles.files import parse_json
 

@@ -8,26 +8,21 @@ middle. Nothing is parsed here: a chunk holds a file's bytes, and the processes 
     .parquet                               a record a row
 """
 
-import gzip
 import hashlib
-import io
-import lzma
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
+from thoughtbubbles.data.compressed import DAMAGE, SUFFIXES, decompressed, extra
 from thoughtbubbles.data.records import FIELDS
 from thoughtbubbles.files import named, short_name
 
 CHUNK_BYTES = 1 << 20
 CHUNK_ROWS = 256
 LONGEST_LINE = 1 << 27  # bytes: what is longer is not a file of records, and would fill the memory
-PACKED_BYTES = 1 << 12  # unpacked at a time: 4 kB of zstd can be 128 MB of text
 
 TEXT = (".txt", ".md")
-PACKED = (".gz", ".xz", ".zst")
-LINES = (".jsonl", *(kind + packing for packing in PACKED for kind in (".jsonl", ".json")))
+LINES = (".jsonl", *(kind + suffix for suffix in SUFFIXES for kind in (".jsonl", ".json")))
 PARQUET = (".parquet",)
 
 
@@ -96,7 +91,9 @@ def _find_in_folder(folder: Path) -> list[Input]:
     """Data files, or else text files: a README beside data files describes them and is no part of them."""
     everything = [p for p in folder.rglob("*") if not any(part[0] == "." for part in p.relative_to(folder).parts)]
     for endings in ((*LINES, *PARQUET), TEXT):
-        found = [p for p in everything if p.name.endswith(endings) and p.is_file()]
+        found = [p for p in everything if p.name.endswith(endings) and not p.is_dir()]
+        if missing := next((p for p in found if not p.is_file()), None):
+            raise ValueError(f"{short_name(missing)} is a broken link or not a file: repair or remove it")
         if found:
             found.sort(key=lambda p: p.relative_to(folder).parts)
             return [Input(str(p), p, p.stat().st_size) for p in found]
@@ -143,7 +140,7 @@ def _read(found: Input, number: int, start: int) -> Iterator[Chunk]:
         raise ValueError(
             f"{short_name(path)} ends in the middle of its compressed data: copy or download it again"
         ) from None
-    except (OSError, zlib.error, lzma.LZMAError, MemoryError) as error:
+    except DAMAGE as error:
         raise ValueError(
             f"{short_name(path)} cannot be read ({one_line(error)}): check the file, or copy it again"
         ) from None
@@ -152,7 +149,7 @@ def _read(found: Input, number: int, start: int) -> Iterator[Chunk]:
 def _read_lines(found: Input, path: Path, number: int, start: int) -> Iterator[Chunk]:
     line = 0
     with path.open("rb") as raw:
-        stream = _unpacked(raw, path.suffix)
+        stream = decompressed(raw, path.suffix)
         while block := stream.read(CHUNK_BYTES):
             block += (rest := stream.readline(LONGEST_LINE))
             stop = line + block.count(b"\n") + (not block.endswith(b"\n"))
@@ -164,45 +161,6 @@ def _read_lines(found: Input, path: Path, number: int, start: int) -> Iterator[C
                 lines = block if line >= start else block.split(b"\n", start - line)[-1]
                 yield Chunk(number, found.name, max(line, start), stop, "lines", lines, raw.tell())
             line = stop
-
-
-def _unpacked(raw: io.BufferedReader, suffix: str) -> io.BufferedIOBase:
-    if suffix == ".gz":
-        return gzip.GzipFile(fileobj=raw)
-    if suffix == ".xz":
-        return lzma.LZMAFile(raw)
-    return io.BufferedReader(_Zstandard(raw), CHUNK_BYTES) if suffix == ".zst" else raw
-
-
-class _Zstandard(io.RawIOBase):
-    """Unlike the package's own reader, this one notices when the data ends too early."""
-
-    def __init__(self, raw: io.BufferedReader):
-        self._raw = raw
-        self._new = extra("zstandard", "to read .zst files").ZstdDecompressor().decompressobj
-        self._frame: Any = None  # none begun
-        self._packed, self._plain = b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._plain:
-            self._packed = self._packed or self._raw.read(PACKED_BYTES)
-            if not self._packed:
-                if self._frame is not None:
-                    raise EOFError
-                return 0
-            self._frame = self._frame or self._new()
-            try:
-                self._plain = memoryview(self._frame.decompress(self._packed))
-            except Exception as error:  # the package's own class is known only once it is installed
-                raise OSError(one_line(error)) from None
-            self._packed = self._frame.unused_data if self._frame.eof else b""
-            self._frame = None if self._frame.eof else self._frame
-        n = min(len(buffer), len(self._plain))
-        buffer[:n], self._plain = self._plain[:n], self._plain[n:]
-        return n
 
 
 def _read_parquet(found: Input, path: Path, number: int, start: int) -> Iterator[Chunk]:
@@ -278,17 +236,3 @@ def one_line(error: Exception) -> str:
     strerror = error.strerror if isinstance(error, OSError) else None
     text = " ".join(str(strerror or error).split()) or type(error).__name__
     return text if len(text) <= 160 else text[:159] + "…"
-
-
-def extra(module: str, purpose: str) -> Any:
-    """A package that not everyone needs."""
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.partition(".")[0]
-        raise ValueError(
-            f"the package {package} is needed {purpose}: install it with pip install 'thoughtbubbles[data]', or give "
-            "the data as .jsonl or .jsonl.gz files"
-        ) from None

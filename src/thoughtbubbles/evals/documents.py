@@ -4,20 +4,19 @@ The folder is the one given, or its folder `eval`. Lines that are no part of the
 damaged is an error that tells its number.
 """
 
-import gzip
 import json
-import lzma
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from thoughtbubbles.data.compressed import DAMAGE, decompressed
 from thoughtbubbles.evals.tasks.task import Choices, Question, Task
 from thoughtbubbles.files import named, short_name
 
 VARIABLE = "THOUGHTBUBBLES_DATA"
-OPENERS: dict[str, Callable[..., Any]] = {".jsonl": open, ".jsonl.gz": gzip.open, ".jsonl.xz": lzma.open}
+ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.xz")
 LINE_BYTES = 1 << 24  # of a line at most: a small file may unpack to one that fills the memory
 
 
@@ -58,7 +57,7 @@ def find_files(task: Task, folder: Path) -> list[Path]:
         with named(place, "give another folder with --data-dir"):
             by_name = {
                 path.name.removesuffix(suffix): path
-                for suffix in sorted(OPENERS, key=len, reverse=True)  # the last one counts: that which is not packed
+                for suffix in sorted(ENDINGS, key=len, reverse=True)  # the last one counts: that which is not packed
                 for path in place.glob(task.file + suffix)
             }
         if by_name:
@@ -86,21 +85,21 @@ def _read(task: Task, path: Path) -> Iterator[Choices | Question]:
 
 def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file of JSON lines, with the number of each line."""
-    suffix = max((suffix for suffix in OPENERS if path.name.endswith(suffix)), key=len)
     with named(path, "fetch it again"):
         if path.exists() and not path.is_file():
             raise ValueError(f"{short_name(path)} is not a file: put a file of JSON lines there")
     number = 0
     try:
-        with OPENERS[suffix](path, "rb") as lines:
+        with path.open("rb") as raw:
+            lines = decompressed(raw, path.suffix)
             while line := lines.readline(LINE_BYTES):
                 number += 1
                 if line.strip():
                     yield number, _object(line)
     except ValueError as error:  # of JSON and of UTF-8
         raise ValueError(f"{path}, line {number}: {error}; there must be one JSON object a line") from None
-    except (OSError, EOFError, MemoryError, lzma.LZMAError, zlib.error) as error:
-        raise ValueError(f"{path}, behind line {number}: cannot be unpacked ({error}); fetch it again") from None
+    except DAMAGE as error:
+        raise ValueError(f"{path}, after line {number}: cannot be decompressed ({error}); fetch it again") from None
 
 
 def _object(line: bytes) -> dict[str, Any]:

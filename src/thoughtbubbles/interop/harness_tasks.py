@@ -24,7 +24,7 @@ from typing import Any
 import lm_eval.tasks
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from thoughtbubbles.evals.documents import OPENERS, data_folder, find_files, records
+from thoughtbubbles.evals.documents import ENDINGS, data_folder, find_files, records
 from thoughtbubbles.evals.tasks import TASKS
 from thoughtbubbles.evals.tasks.task import Task
 from thoughtbubbles.files import check_folder, short_name
@@ -160,7 +160,7 @@ def default_cache() -> Path:
 def find_sources(sets: Iterable[LocalSet], data_dir: Path) -> dict[str, Path]:
     """The files at hand by their names without endings: in the folder itself, or in `eval` below it."""
     names = {name for of_set in sets for name in of_set.files.values()}
-    places = [(folder, ending) for folder in (data_dir, data_dir / "eval") for ending in OPENERS]
+    places = [(folder, ending) for folder in (data_dir, data_dir / "eval") for ending in ENDINGS]
     found = {
         name: [path for folder, ending in places if (path := folder / (name + ending)).is_file()] for name in names
     }
