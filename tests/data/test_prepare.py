@@ -511,7 +511,7 @@ def test_what_came_before_a_broken_record_is_kept(tmp_path, monkeypatch, capsys)
     state = json.loads((out / "prepare.json").read_text())["state"]
     assert state["place"] == [0, 12]
     assert sum(counts["documents"] for counts in state["counts"].values()) == 12
-    assert sum(state["tails"].values()) == sum(len(text) + 1 for text in texts[:12])
+    assert sum(tail["tokens"] for tail in state["tails"].values()) == sum(len(text) + 1 for text in texts[:12])
     with pytest.raises(ValueError, match=r"a.jsonl, line 13"):
         prepare((str(source),), out=out, tokenizer="bytes", processes=1)
     assert "going on after 12 documents that are done" in capsys.readouterr().err
@@ -542,8 +542,11 @@ JOURNAL_EDITS = [
     (["state", "shards", "train"], [{"file": "../x", "n_tokens": 1, "n_examples": 0, "crc32": 0}]),
     (["state", "shards", "train"], ["train-00000.bin"]),
     (["state", "tails"], None),
-    (["state", "tails", "train"], -1),
-    (["state", "tails", "train"], 10**30),
+    (["state", "tails", "train"], 5),
+    (["state", "tails", "train"], {"bytes": 1}),
+    (["state", "tails", "train", "tokens"], -1),
+    (["state", "tails", "train", "tokens"], 10**30),
+    (["state", "tails", "train", "crc32"], None),
 ]
 
 
@@ -583,6 +586,20 @@ def test_a_journal_of_wrong_kinds_is_refused(half_prepared, path, value):
             prepare((str(source),), out=out, tokenizer="bytes", processes=1)
     finally:
         journal.write_text(good)
+
+
+def test_a_changed_tail_is_damage(tmp_path):
+    source, out = halfway(tmp_path)
+    (tail,) = out.glob("train-*.tail")
+    good = tail.read_bytes()
+    for place in (0, len(good) // 2, len(good) - 1):
+        tail.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        with pytest.raises(ValueError, match=r"train-00000.tail is damaged \(its checksum differs\): delete .*out and"):
+            prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+    tail.write_bytes(good + b"more")  # what came after the journal was saved is cut off
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2"):
+        prepare((str(source),), out=out, tokenizer="bytes", processes=1)
+    assert tail.read_bytes() == good
 
 
 def test_a_tail_shorter_than_the_journal_says(tmp_path):

@@ -11,6 +11,7 @@ interruption. When all is done the index comes, and journal and tails go.
 
 import contextlib
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -50,6 +51,14 @@ class Counts:
 
 
 @dataclass
+class Tail:
+    """How far the journal knows a tail, and its checksum up to there."""
+
+    tokens: int = 0
+    crc32: int = 0
+
+
+@dataclass
 class State:
     """All that the journal holds, besides the settings."""
 
@@ -59,7 +68,7 @@ class State:
     first_keys: list[int] = field(default_factory=list)
     counts: dict[str, Counts] = field(default_factory=lambda: {split: Counts() for split in SPLITS})
     shards: dict[str, list[ShardInfo]] = field(default_factory=lambda: {split: [] for split in SPLITS})
-    tails: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    tails: dict[str, Tail] = field(default_factory=lambda: {split: Tail() for split in SPLITS})
 
     @classmethod
     def parse(cls, record: Any) -> "State":
@@ -79,14 +88,14 @@ class State:
             first_keys,
             counts,
             {split: parse_shards(record["shards"][split], split=split) for split in SPLITS},
-            {split: count(record["tails"][split]) for split in SPLITS},
+            {s: Tail(**{name: count(n) for name, n in record["tails"][s].items()}) for s in SPLITS},
         )
 
 
 class Split:
     """One split on its way: complete shards, and on the disk too the tail, which is in none of them yet."""
 
-    def __init__(self, folder: Path, name: str, *, kind: Kind, shard_tokens: int, shards: list[ShardInfo], tail: int):
+    def __init__(self, folder: Path, name: str, *, kind: Kind, shard_tokens: int, shards: list[ShardInfo], tail: Tail):
         self._folder, self._name, self._kind, self._before = folder, name, kind, list(shards)
         self._writer = ShardWriter(folder, name, kind=kind, shard_tokens=shard_tokens, first_shard=len(shards))
         self._form = np.dtype("<u2" if kind == "text" else "<u4")
@@ -122,10 +131,10 @@ class Split:
         if len(self._writer.finished) > finished:
             self.close()  # the old tail stays until the journal knows of the new one
             self.tail_path = self._tail_path()
-            self._file, self.tail = self._new_tail(), 0
+            self._file, self.tail = self._new_tail(), Tail()
             packed = packed[len(packed) - self._writer.pending :]
         self._file.write(packed.data)
-        self.tail += len(packed)
+        self.tail = Tail(self.tail.tokens + len(packed), zlib.crc32(packed.data, self.tail.crc32))
 
     def _write(self, packed: np.ndarray) -> None:
         if self._kind == "text":
@@ -143,12 +152,15 @@ class Split:
 
     def _continue_tail(self) -> BinaryIO:
         """Hands the tail to the writer, and cuts off what came after the journal was last saved."""
-        if not self.tail:
+        if not self.tail.tokens:
             return self._new_tail()
+        remedy = f"delete {self._folder} and prepare it again"
         there = self.tail_path.stat().st_size if self.tail_path.is_file() else 0
-        if there < self.tail * self._form.itemsize:
-            raise ValueError(f"{self.tail_path} is missing or cut short: delete {self._folder} and prepare it again")
-        packed = np.fromfile(self.tail_path, dtype=self._form, count=self.tail)
+        if there < self.tail.tokens * self._form.itemsize:
+            raise ValueError(f"{self.tail_path} is missing or cut short: {remedy}")
+        packed = np.fromfile(self.tail_path, dtype=self._form, count=self.tail.tokens)
+        if zlib.crc32(packed.data) != self.tail.crc32:
+            raise ValueError(f"{self.tail_path} is damaged (its checksum differs): {remedy}")
         self._write(packed)
         os.truncate(self.tail_path, packed.nbytes)
         return self.tail_path.open("ab")
