@@ -2,6 +2,7 @@
 
 import ast
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -229,6 +230,7 @@ READERS: dict[str, Callable[[Path, Path], Any]] = {
     "its model": lambda run, _: Thoughtbubbles.load(run / "step-00000010" / "model"),
     "generate": command("generate", "x", "--checkpoint", "RUN", "--max-new", 1, "--device", "cpu"),
     "eval": command("eval", "--checkpoint", "RUN", "--data", "DATA", "--windows", 1, "--device", "cpu", "--out", "OUT"),
+    "inspect": command("inspect", "RUN"),
     "export": command("export", "--checkpoint", "RUN", "--out", "OUT"),
 }
 
@@ -236,12 +238,40 @@ READERS: dict[str, Callable[[Path, Path], Any]] = {
 @pytest.mark.parametrize("reader", READERS)
 def test_one_flipped_bit_in_the_newest_weights_is_refused(run, tmp_path, reader):
     READERS[reader](run, tmp_path)  # as it was written, it opens
-    path = run / "step-00000010" / "model" / "model.safetensors"
+    flip_a_bit(run / "step-00000010" / "model" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"step-00000010 is damaged \(model/model\.safetensors has been altered"):
+        READERS[reader](run, tmp_path)
+
+
+def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-9] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"step-00000010 is damaged \(model/model\.safetensors has been altered"):
-        READERS[reader](run, tmp_path)
+
+
+@pytest.mark.parametrize(("inside", "given"), [("", "."), ("", "model"), ("model", "."), ("model", "../model")])
+def test_paths_without_the_name_of_the_checkpoint(run, monkeypatch, inside, given):
+    monkeypatch.chdir(run / "step-00000010" / inside)
+    Thoughtbubbles.load(given)
+    flip_a_bit(run / "step-00000010" / "model" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"step-00000010 is damaged"):
+        Thoughtbubbles.load(given)
+
+
+def test_a_copy_under_another_name(run, tmp_path):
+    best = shutil.copytree(run / "step-00000010", tmp_path / "best")
+    Thoughtbubbles.load(best)
+    flip_a_bit(best / "model" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"best is damaged"):
+        Thoughtbubbles.load(best)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_an_older_checkpoint_does_not_stand_in_for_the_newest(run, name):
+    (run / "step-00000010" / "model" / name).unlink()
+    with pytest.raises(ValueError, match=r"step-00000010, the newest checkpoint of the run, has no whole model"):
+        Thoughtbubbles.load(run)
+    Thoughtbubbles.load(run / "step-00000002")
 
 
 def drop_from_manifest(step: Path, name: str) -> None:

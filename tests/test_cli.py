@@ -4,6 +4,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -20,6 +22,18 @@ from thoughtbubbles.recipes.costs import spans
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "thoughtbubbles", *arguments], capture_output=True, text=True)
+
+
+@pytest.fixture
+def show(capsys) -> Callable[..., str]:
+    """What a command that goes well prints, in this process: torch is imported already."""
+
+    def call(*arguments: str) -> str:
+        with suppress(SystemExit):
+            main(list(arguments))
+        return str(capsys.readouterr().out)
+
+    return call
 
 
 def test_help_and_version():
@@ -59,9 +73,8 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "jax
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_inspect():
-    shown = run("inspect", "150m", "--budgets", "2", "--copies", "3")
-    assert shown.returncode == 0, shown.stderr
+def test_inspect(show):
+    shown = show("inspect", "150m", "--budgets", "2", "--copies", "3")
     for expected in (
         "152,040,960",
         "152,052,480",
@@ -71,13 +84,13 @@ def test_inspect():
         "3–15: 1,024 (2)",
         "0–15: 1,536 (3)",
     ):
-        assert expected in shown.stdout
-    assert "block, r = 2" in run("inspect", "nano-paper").stdout
-    assert "r = " not in run("inspect", "nano-plain").stdout
+        assert expected in shown
+    assert "block, r = 2" in show("inspect", "nano-paper")
+    assert "r = " not in show("inspect", "nano-plain")
 
 
-def test_inspect_tells_the_bytes_of_the_decoding_cache():
-    shown = run("inspect", "nano", "--rows", "3", "--tokens", "20", "--budgets", "1.5", "--copies", "3").stdout
+def test_inspect_tells_the_bytes_of_the_decoding_cache(show):
+    shown = show("inspect", "nano", "--rows", "3", "--tokens", "20", "--budgets", "1.5", "--copies", "3")
     told = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) bytes", shown)]
     found = []
     for config in (named("nano-plain"), named("nano-copy-3"), named("nano", budget=1.5)):
@@ -114,6 +127,8 @@ def test_inspect_tells_the_bytes_of_the_decoding_cache():
         (["train", "tiny", "--dry-run", "--data.val", "nowhere"], "nowhere"),
         (["train", "tiny", "--dry-run", "--model.vocab-size", "100"], "--model.vocab-size 100 is too small"),
         (["train", "tiny", "--dry-run", "--init-from", "nowhere"], "nowhere does not exist"),
+        (["train", "tiny", "--dry-run", "--compute.residual", "bf16", "--device", "cpu"], "--compute.residual bf16"),
+        (["train", "tiny", "--dry-run", "--out", "/dev/null"], "--out /dev/null is a file"),
         (["train", "tiny", "--out", "/dev/null"], "--out /dev/null"),
         (["train", "tiny", "--out", "x" * 5000], "File name too long"),
         (["train", "tiny", "--tokens", "1.5"], "'1.5' is not one: give a whole number"),
@@ -156,14 +171,14 @@ def test_inspect_a_folder(tmp_path, capsys):
         main(["inspect", str(folder)])
 
 
-def test_help_says_what_the_exit_codes_are():
-    shown = run("train", "--help").stdout
+def test_help_says_what_the_exit_codes_are(show):
+    shown = show("train", "--help")
     for expected in ("SIGINT 130, SIGTERM 143", "--resume DIR", "--data.val DIR"):
         assert expected in shown
 
 
-def test_the_list_of_recipes():
-    shown = run("train", "--list").stdout
+def test_the_list_of_recipes(show):
+    shown = show("train", "--list")
     for expected in (
         "small-gpt2",
         "7,630,080",
@@ -176,23 +191,22 @@ def test_the_list_of_recipes():
         assert expected in shown
 
 
-def test_a_dry_run_checks_the_real_run_and_prints_the_resolved_config(tmp_path):
+def test_a_dry_run_checks_the_real_run_and_prints_the_resolved_config(show, tmp_path):
     """At the real shape, on the real data: only the one step is small."""
     out = tmp_path / "run"
     words = ["train", "1.9b-r2", "--dry-run", "--optim.lr", "3e-4", "--data.mixture", "synthetic", "--out", str(out)]
-    shown = run(*words)
-    assert shown.returncode == 0, shown.stderr
-    assert "synthetic: 1,000,000 tokens" in shown.stdout
+    shown = show(*words)
+    assert "synthetic: 1,000,000 tokens" in shown
     assert not out.exists()
-    text, _, summary = shown.stdout.rpartition("\n}\n")
+    text, _, summary = shown.rpartition("\n}\n")
     config = json.loads(text + "\n}")
     assert config["optim"]["lr"] == 3e-4
     assert config["model"]["width"] == 2048
     assert "1,915,955,200 parameters, 162,761 steps of 245,760 tokens" in summary
 
 
-def test_help_shows_every_field_of_a_run():
-    shown = run("train", "tiny", "--help").stdout
+def test_help_shows_every_field_of_a_run(show):
+    shown = show("train", "tiny", "--help")
     for expected in ("--optim.lr", "--model.budget", "--save.milestones", "--data.mixture", "--compute.recompute"):
         assert expected in shown
 

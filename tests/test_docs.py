@@ -1,6 +1,7 @@
 """Documentation that is true: commands run, names exist, links lead somewhere, figures and tables are up to date."""
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -19,20 +20,23 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
-def blocks(language: str) -> list:
-    found = []
-    for page in PAGES:
-        for index, code in enumerate(
-            re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-        ):
-            found.append(pytest.param(code, id=f"{page.relative_to(ROOT)}-{index}"))
-    return found
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def some_slow(pages: list[Path]) -> list[Any]:
+    """README runs in the core suite, the other pages in the whole one."""
+    marks = [[] if page.name == "README.md" else [pytest.mark.slow] for page in pages]
+    return [pytest.param(page, id=name_of(page), marks=slow) for page, slow in zip(pages, marks, strict=True)]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def commands(page: Path) -> list[str]:
     """All commands of a page, in order."""
-    found = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    lines = [line.split(" #")[0].strip() for block in found for line in block.splitlines()]
+    lines = [line.split(" #")[0].strip() for block in blocks(page, "bash") for line in block.splitlines()]
     return [line for line in lines if line and not line.startswith("git clone ")]  # that is how the reader got here
 
 
@@ -59,37 +63,66 @@ def runnable(command: str) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize("code", blocks("python"))
-def test_python(code):
-    run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert run.returncode == 0, run.stderr
+def run_in_one_process(tasks: list[dict[str, Any]], folder: Path, *options: str) -> None:
+    """Torch is imported once for all of them."""
+    done = subprocess.run(
+        [sys.executable, *options, str(ROOT / "tests" / "run_commands.py")],
+        input=json.dumps(tasks),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    if done.returncode:
+        number = done.stderr.split()[-1]
+        pytest.fail(f"{tasks[int(number)] if number.isdecimal() else tasks}\n{done.stderr}")
 
 
-def page_of_commands(page: Path) -> Any:
-    slow = [] if page.name == "README.md" else [pytest.mark.slow]
-    return pytest.param(page, id=str(page.relative_to(ROOT)), marks=slow)
+@pytest.mark.parametrize("page", some_slow([page for page in PAGES if blocks(page, "python")]))
+def test_python(page):
+    run_in_one_process([{"code": code} for code in blocks(page, "python")], ROOT, "-W", "error")
 
 
-@pytest.mark.parametrize("page", [page_of_commands(page) for page in PAGES if commands(page)])
+@pytest.mark.parametrize("page", some_slow([page for page in PAGES if commands(page)]))
 def test_commands(page, tmp_path):
     """The commands of a page, one after the other, in a folder that looks like a fresh clone."""
+    fresh_clone(tmp_path)
+    ours = [words[3:] for command in commands(page) if is_ours(words := runnable(command))]
+    run_in_one_process([{"words": words} for words in ours], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name_of)
+def test_commands_of_other_programs(page, tmp_path):
+    """`make` and `torchrun`."""
+    fresh_clone(tmp_path)
+    for command in commands(page):
+        if not is_ours(words := runnable(command)):
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            run = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment)
+            assert run.returncode == 0, f"{command}\n{run.stderr}"
+
+
+@pytest.mark.parametrize("bad", [{"words": ["inspect", "huge"]}, {"code": "1 / 0"}, {"code": "raise SystemExit(3)"}])
+def test_what_fails_is_seen(bad, tmp_path):
+    with pytest.raises(pytest.fail.Exception, match=str(next(iter(bad.values()))[0])):
+        run_in_one_process([{"words": ["--version"]}, bad, {"words": ["--version"]}], tmp_path)
+
+
+def fresh_clone(folder: Path) -> None:
     for entry in ROOT.iterdir():
         if entry.name not in ("data", "runs", "models"):
-            (tmp_path / entry.name).symlink_to(entry)
-    for command in commands(page):
-        run = subprocess.run(
-            runnable(command),
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert run.returncode == 0, f"{command}\n{run.stderr}"
+            (folder / entry.name).symlink_to(entry)
+
+
+def is_ours(words: list[str]) -> bool:
+    return words[:3] == [sys.executable, "-m", "thoughtbubbles"]
 
 
 def test_there_are_commands_to_test():
     assert sum(len(commands(page)) for page in PAGES) >= 15
-    assert len(blocks("python")) >= 4
+    assert sum(len(blocks(page, "python")) for page in PAGES) >= 4
+    assert sum(not is_ours(runnable(command)) for page in PAGES for command in commands(page)) >= 3
 
 
 def test_paper_to_code_names_what_exists():

@@ -9,6 +9,7 @@ Nothing here is ever unpickled. Folders and files appear under their names only 
 """
 
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -36,6 +37,7 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = "model.safetensors.index.json"
+STATE = "state.json"  # of a checkpoint, besides its model (train/state.py)
 NUMBERED = re.compile(r"step-[0-9]{1,18}")
 READ = (".json", ".safetensors")  # files of these kinds are read
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -50,13 +52,17 @@ def save_model(
     tokenizer: Tokenizer | None = None,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Writes a model folder; `dtype` converts the weights, e.g. to torch.bfloat16. An existing folder is replaced."""
+    """Writes a model folder; `dtype` converts the weights, e.g. to torch.bfloat16. An existing folder is replaced, but
+    for the evaluations in it: they tell of which weights they are."""
     weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
     if dtype is not None:
         weights = {name: weight.to(dtype) for name, weight in weights.items()}
     folder = Path(folder)
     partial = partial_folder(folder)
     write_model(partial, model.config, weights, tokenizer=tokenizer)
+    if (folder / "eval").is_dir():  # as evals/results.py calls it; copied, so that a save that fails loses nothing
+        with named(folder / "eval", "move it away"):
+            shutil.copytree(folder / "eval", partial / "eval")
     publish(partial, folder)
     return folder
 
@@ -114,10 +120,15 @@ def load_folder_tokenizer(folder: str | Path) -> Tokenizer | None:
 def find_model(path: str | Path) -> Path:
     path = Path(path)
     with named(path, WANTED):
-        choices = [path, path / "model", *(step / "model" for step in reversed(checkpoints(path)))]
-        for folder in choices:
+        newest = [step / "model" for step in checkpoints(path)[-1:]]
+        for folder in (path, path / "model", *newest):
             if (folder / CONFIG).is_file() and any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
                 return folder
+        if newest:  # not an older one in its place: the numbers would be another model's
+            raise ValueError(
+                f"{short_name(newest[0].parent)}, the newest checkpoint of the run, has no whole model: remove it, or "
+                "give the checkpoint that you want"
+            )
         missing = f"has no {CONFIG} with {WEIGHTS}, and no checkpoint that has them"
         raise ValueError(f"{short_name(path)} {missing if path.exists() else 'does not exist'}: {WANTED}")
 
@@ -132,8 +143,10 @@ def checkpoints(run: Path) -> list[Path]:
 
 def check_manifest(folder: Path) -> None:
     """Holds what is read of a model folder against the manifest beside it, if there is one."""
+    folder = folder.resolve()  # also where its own name is not in the path, as in `.`
     for home, prefix in ((folder, ""), (folder.parent, f"{folder.name}/")):
-        if not (home / MANIFEST).is_file() or (prefix and not NUMBERED.fullmatch(home.name)):
+        is_checkpoint = bool(NUMBERED.fullmatch(home.name)) or (home / STATE).is_file()  # or a renamed copy of one
+        if not (home / MANIFEST).is_file() or (prefix and not is_checkpoint):
             continue
         read = {prefix + path.name for path in folder.iterdir() if path.name.endswith(READ) and path.name != MANIFEST}
         if (wrong := damage(home, required=read, only=read | _listed(home, prefix))) is not None:

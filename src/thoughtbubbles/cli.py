@@ -55,8 +55,8 @@ usage: thoughtbubbles train RECIPE [--resume] [--dry-run] [--FIELD VALUE …]
   --data.val DIR …   validate on other folders than those that are trained on
   --profile          watch a few steps: a trace, and a table of where the time goes
 
-Exit codes: 0 the run is finished; 1 an error, in one line; 2 a mistake in the options. Stopped by a signal, after
-saving: 128 + its number (SIGINT 130, SIGTERM 143).
+Exit codes: 0 the run is finished; 1 an error, in one line; 2 options that cannot be parsed. Stopped by a signal,
+after saving: 128 + its number (SIGINT 130, SIGTERM 143).
 
 for example: thoughtbubbles train tiny --optim.lr 1e-3 --out runs/first"""
 

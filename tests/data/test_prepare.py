@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zlib
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -586,6 +587,31 @@ def test_a_journal_of_wrong_kinds_is_refused(half_prepared, path, value):
             prepare((str(source),), out=out, tokenizer="bytes", processes=1)
     finally:
         journal.write_text(good)
+
+
+@pytest.mark.parametrize("harm", [lambda shard: shard.unlink(), lambda shard: shard.write_bytes(b"ab")])
+def test_shards_that_were_written_before_must_still_be_there(harm, tmp_path, monkeypatch):
+    """In a folder that is finished, and in one that is half-finished."""
+    monkeypatch.setattr("thoughtbubbles.data.sources.CHUNK_BYTES", 1)  # a line is a chunk
+    good = [{"text": text} for text in random_texts(40)]
+    for name, last in (("finished", {"text": "z"}), ("half", {"txt": 0})):
+        source, out = write_lines(tmp_path / f"{name}.jsonl", [*good, last]), tmp_path / name
+        given = {"out": out, "tokenizer": "bytes", "processes": 1, "shard_tokens": 100, "held_out": 0.0}
+        with suppress(ValueError):
+            prepare((str(source),), **given)
+        harm(out / "train-00001.bin")
+        with pytest.raises(ValueError, match=r"train-00001.bin (is missing, though|has only 2 bytes)"):
+            prepare((str(source),), **given)
+
+
+def test_a_small_validation_set_that_was_given(tmp_path, capsys):
+    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in random_texts(20)])
+    small = write_lines(tmp_path / "b.jsonl", [{"text": "a"}])
+    prepare((str(source),), val=(str(small),), out=tmp_path / "out", tokenizer="bytes", processes=1)
+    assert (
+        "val is very small (fewer than 10,000 tokens): its loss will depend on the choice of documents; give more"
+        in (capsys.readouterr().out)
+    )
 
 
 def test_a_changed_tail_is_damage(tmp_path):

@@ -241,35 +241,35 @@ def good_lines(checkpoint: Path, questions: Path) -> tuple[Path, list[str]]:
     return path, path.read_text().splitlines()
 
 
-WRONG = [
-    {"document": True},
-    {"document": -1},
-    {"document": "0"},
-    {"scores": {"accuracy": "1", "accuracy_sum": 1.0, "accuracy_character": 1.0, "accuracy_byte": 1.0}},
-    {"scores": [1.0]},
-    {"groups": None},
-    {"groups": {"set": 1}},
-    {"log_probs": [-1.0, float("nan")]},
-    {"log_probs": [-1.0, True]},
-    {"log_probs": -1.0},
-    {"tokens": [1, 1.5]},
-    {"truncated": 1.5},
-    {"text": 3},
-    {"more": 1},
-]
-
-
 def test_damaged_answers_are_left_out(tmp_path):
+    """Also where a line is JSON as before, and only its marks are others."""
     good = mark(PIQA, [Likelihood(-1.0, 2, False, 0), Likelihood(-2.0, 1, False, 0)])
     with Answers(tmp_path, "piqa", {"a": 1}) as answers:
         answers.add(0, good)
         answers.add(1, good)
     (path,) = tmp_path.iterdir()
     header, first, last = path.read_bytes().splitlines()
-    damaged = [json.dumps({**json.loads(first), **change}).encode() for change in WRONG]
-    for line in (*damaged, b"[" * 10**5, b"1" * 5000, b"\0", b'{"document": 1}', b"[]", b"\xff\xfe"):
+    record = json.loads(first)
+    changes = {"scores": dict.fromkeys(good.scores, 0.5)}, {"log_probs": [-9.0, -1.0]}, {"document": 2}, {"more": 1}
+    damaged = [json.dumps({**record, **change}).encode() for change in changes]
+    damaged += [json.dumps({name: value for name, value in record.items() if name != "crc32"}).encode()]
+    damaged += [first[:i] + bytes([first[i] ^ 1]) + first[i + 1 :] for i in range(len(first))]
+    damaged += [
+        first[:-1],
+        b"",
+        b"[" * 10**5,
+        b"1" * 5000,
+        b"\0",
+        b'{"document": 1}',
+        b"[]",
+        b', "crc32": 0}',
+        b"\xff\xfe",
+    ]
+    for line in damaged:
         path.write_bytes(b"\n".join([header, line, last]) + b"\n")
         assert Answers(tmp_path, "piqa", {"a": 1}).read() == {1: good}, line[:80]
+    path.write_bytes(b"\n".join([header, first, last]))  # cut short by one byte
+    assert Answers(tmp_path, "piqa", {"a": 1}).read() == {0: good}
     path.write_bytes(b"\n".join([b"another header", first, last]) + b"\n")
     assert Answers(tmp_path, "piqa", {"a": 1}).read() == {}
     with Answers(tmp_path, "piqa", {"a": 1}) as answers:
@@ -295,9 +295,13 @@ def test_an_answer_to_something_else_does_not_fit():
 
 
 def test_a_damaged_answer_is_given_again(checkpoint, questions):
+    whole = evaluate(checkpoint, questions)["tasks"]["piqa"]
     path, (header, first, *others) = good_lines(checkpoint, questions)
-    path.write_text("\n".join([header, json.dumps({**json.loads(first), "log_probs": [-1.0]}), *others]) + "\n")
-    assert evaluate(checkpoint, questions)["tasks"]["piqa"]["answered_before"] == 2
+    wrong = {**json.loads(first), "scores": dict.fromkeys(json.loads(first)["scores"], 0.5)}
+    path.write_text("\n".join([header, json.dumps(wrong), *others]) + "\n")
+    again = evaluate(checkpoint, questions)["tasks"]["piqa"]
+    assert again["answered_before"] == 2
+    assert again["accuracy"] == whole["accuracy"]
 
 
 def test_two_commands_at_once_do_not_cut_each_others_answers(tmp_path):

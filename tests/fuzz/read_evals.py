@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from cases import FileBase, gather
+from cases import FileBase
 from packed import PACKINGS
 
-from thoughtbubbles.evals.answers import Answers
+from thoughtbubbles.evals.answers import Answers, _line
 from thoughtbubbles.evals.documents import data_folder, open_exam
 from thoughtbubbles.evals.marks import Answer
 from thoughtbubbles.evals.tasks import TASKS
@@ -60,20 +61,26 @@ def tasks(folder: Path) -> Sequence[FileBase]:
 
 
 def answers(folder: Path) -> Sequence[FileBase]:
+    """Of two ranks. What is read was given so; what is not is answered again."""
     about = {"task": "piqa", "weights": [[1, 2]]}
-    found = Answers(folder, "piqa", about)
-    with found:
-        for number in range(4):
-            scores = {"accuracy": 1.0, "accuracy_sum": 0.0}
-            found.add(number, Answer(scores=scores, groups={"set": "a"}, log_probs=[-1.5, -2.5], tokens=[3, 4]))
+    scores = {"accuracy": 1.0, "accuracy_sum": 0.0}
+    given = {
+        number: Answer(scores=scores, groups={"set": "a"}, log_probs=[-1.5, -2.5 - number], tokens=[3, 4])
+        for number in range(8)
+    }
 
     def read(path: Path) -> str:
         again = Answers(path, "piqa", about)
         known = again.read()
+        assert known.items() <= given.items(), "a change that a checksum should have shown"
         with again:
             again.add(9, Answer(scores={"accuracy": 1.0}))
         return repr(sorted(known.items(), key=str))
 
-    (name, content), *_ = gather(folder).items()
-    files = {name: content, name.replace(".jsonl", ".rank-1.jsonl"): content}
+    first = Answers(folder, "piqa", about)
+    lines = [_line({"document": number, "time": 1.5, **asdict(answer)}) for number, answer in given.items()]
+    files = {
+        f"{first.name}{rank}.jsonl": "".join([first.about, "\n", *share]).encode()
+        for rank, share in (("", lines[:4]), (".rank-1", lines[4:]))
+    }
     return [FileBase(files=files, read=read, is_given=False, reason="a line that cannot be used is answered again")]

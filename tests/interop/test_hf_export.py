@@ -495,6 +495,25 @@ def test_an_export_of_an_export_keeps_its_numbers(tmp_path, run):
     assert again.count("The numbers below") == 1
 
 
+def test_an_export_that_was_examined_tells_each_result_once(tmp_path, run):
+    first = export(run, out=tmp_path / "first")
+    once = (first / "README.md").read_text()
+    shutil.copytree(run / "eval" / "step-00000080", first / "eval")  # the same numbers, in a table of other columns
+    exams = Path(__file__).parents[2] / "docs" / "examples" / "exams"
+    evaluate(Evaluation(checkpoint=first, data_dir=exams, tasks=("piqa",)), device="cpu")
+    again = (export(first, out=tmp_path / "again") / "README.md").read_text()
+
+    def rows(text: str) -> list[list[str]]:
+        return sorted([cell.strip() for cell in line.split("|") if cell.strip()] for line in lines_of(text))
+
+    (new,) = (row for row in rows(again) if row[0] == "PIQA")
+    assert rows(again) == sorted([*rows(once), new])
+    for paragraph in ("Results of `thoughtbubbles eval`.", "Accuracy in percent ± standard error", "## Evaluation"):
+        assert again.count(paragraph) == 1
+    tables = again[again.index("## Evaluation") :].split("\n\n")
+    assert [table.splitlines()[1][:5] for table in tables if table.startswith("|")] == ["| ---"] * 3  # with headings
+
+
 def test_a_card_without_a_run_invents_nothing(tmp_path):
     model_in(tmp_path / "model", "block")
     text = (export(tmp_path / "model", out=tmp_path / "out", dtype=torch.bfloat16) / "README.md").read_text()

@@ -208,11 +208,45 @@ def test_run_harness(data, cache, checkpoints, tmp_path, capsys):
 
 
 def test_results_of_other_settings_have_another_name(checkpoints):
-    settings = {"budget": None, "limit": None, "dtype": "float32", "method": None}
-    every = [_name(checkpoints["plain"], ("piqa",), {**settings, **change}) for change in ({}, {"limit": 2})]
-    every += [_name(checkpoints["causal"], ("piqa",), settings), _name(checkpoints["plain"], ("piqa", "x"), settings)]
-    assert len(set(every)) == 4
+    def name(kind: str, *tasks: str, limit: int | None = None, **options) -> str:
+        return _name(ThoughtbubblesLM(checkpoints[kind], **options), tasks or ("piqa",), None, limit=limit)
+
+    every = [name("causal"), name("causal", limit=2), name("plain"), name("causal", "piqa", "x")]
+    every += [name("causal", budget=1.5), name("causal", dtype="float64"), name("causal", method="recomputed")]
+    assert len(set(every)) == len(every)
     assert every[1].startswith("harness-piqa-limit2-")
+    assert name("causal", budget="3/2") == name("causal", budget="1.50") == every[4]
+    assert every[4].startswith("harness-piqa-budget1.5-")
+    assert name("causal", budget=2)[-8:] == every[0][-8:]  # which is the model's own
+
+
+def test_other_questions_and_another_config_are_not_overwritten(checkpoints, tmp_path):
+    """The same checkpoint, with weights that are the same to the last bit."""
+    folder, found = Path(shutil.copytree(checkpoints["causal"], tmp_path / "model")), []
+    config = json.loads((folder / "config.json").read_text())
+
+    def sit(goal: str, **changes) -> None:
+        write_records(tmp_path, "piqa.validation", [{**RECORDS["piqa.validation"][0], "goal": goal}])
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        found.append(run_harness(folder, tasks=("piqa",), data_dir=tmp_path, cache_dir=tmp_path / "cache")["name"])
+
+    sit("Dry a cup")
+    sit("Dry a pot")
+    sit("Dry a pot", selection="block")
+    assert len(set(found)) == 3
+    assert {path.parent.name for path in folder.glob("eval/*/results.json")} == set(found)
+    sit("Dry a cup")
+    assert found[3] == found[0]
+
+
+def test_results_that_are_moved_aside_are_told(data, cache, checkpoints, tmp_path, capsys):
+    wanted = {"tasks": ("piqa",), "data_dir": data, "cache_dir": cache, "out": tmp_path / "out"}
+    first = run_harness(checkpoints["plain"], **wanted)["name"]
+    assert "another evaluation" not in capsys.readouterr().err
+    run_harness(checkpoints["plain"], **wanted, limit=1)
+    told = f"{tmp_path / 'out'} had the results of another evaluation: they are in {tmp_path / 'out' / first} now."
+    assert told in capsys.readouterr().err
+    assert (tmp_path / "out" / first / "results.json").exists()
 
 
 def run_command(*words: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess:

@@ -26,12 +26,12 @@ def corpus(tmp_path_factory):
     return folder
 
 
-# The larger sizes differ from the smallest in numbers that are reduced here anyway.
-LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name.startswith(("319m", "772m"))]
-SMALL = [name for name in RECIPES if not name.startswith(("319m", "772m"))]
+# One of each kind; the others differ from them in numbers that are reduced here anyway.
+KINDS = ("tiny", "small-gpt2", "150m-copy-3-owt", "150m-r4-paper-pes2o", "1.9b-r2-midtrain", "150m-all-gates-off")
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name not in KINDS]
 
 
-@pytest.mark.parametrize("name", [*SMALL, *LARGE])
+@pytest.mark.parametrize("name", [*KINDS, *OTHERS])
 def test_every_recipe_takes_a_step(name, corpus, tmp_path):
     config = reduced(recipe(name), tmp_path / "run")
     result = train(replace(config, data=DataConfig(mixture=(str(corpus),))))
@@ -96,6 +96,14 @@ def test_the_small_recipe_has_room_for_the_tokens_of_gpt2():
 def test_flops_as_counted_everywhere():
     config = recipe("150m-plain-owt")
     assert expected_flops(config, cost(config.model)) == pytest.approx(31.1e12 * 76_294, rel=2e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_a_dry_run_has_rows_for_every_rank(ranks, monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    small = reduced(recipe("tiny"), tmp_path)
+    assert small.rows % (ranks * small.compute.micro_rows) == 0
+    assert small.steps == 1
 
 
 def test_an_unknown_recipe():

@@ -167,6 +167,7 @@ def test_random_tokens_are_uneven_and_data_is_read(tmp_path):
         draw(find_cases(["nano-plain"])[0], tmp_path / "text")
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "speed.json"
     main(
@@ -197,6 +198,7 @@ def test_the_command(tmp_path, capsys):
             main(["bench", *wrong, "--device", "cpu"])
 
 
+@pytest.mark.slow
 def test_the_benchmark_writes_its_numbers_and_ratios(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import train_step

@@ -100,10 +100,13 @@ def test_what_cannot_go_on(once, words, message):
         ({"profile": 1}, "--profile 1: give True or False"),
         ({"out": 3}, "--out 3: give a path"),
         ({"data": []}, r"run\.json: data is not an object"),
-        ({"data": {"mixture": "text"}}, "--data.mixture 'text': give a list"),
+        ({"data": {"mixture": "text"}}, r"--data.mixture 'text': give a tuple \(in JSON a list\), each text"),
         ({"data": {"mixture": [3]}}, "--data.mixture"),
         ({"optim": {"betas": [0.9]}}, "--optim.betas"),
         ({"optim": {"lr": "fast"}}, "--optim.lr 'fast': give a number"),
+        ({"optim": {"lr": 10**400}}, r"--optim.lr .*: give a number"),
+        ({"optim": {"clip": 10**400}}, r"--optim.clip .*: give a number"),
+        ({"log": {"peak_tflops": 10**400}}, r"--log.peak-tflops .*: give a number"),
         ({"optim": {"schedule": ["cosine"]}}, "--optim.schedule .*: give one of cosine, wsd, constant"),
         ({"compute": {"micro_rows": False}}, "--compute.micro-rows False"),
         ({"log": {"every": 10**16}}, "--log.every"),
@@ -195,6 +198,31 @@ def test_a_run_that_goes_on_needs_the_model_it_started_from_no_more(once, tmp_pa
     shutil.rmtree(start)
     assert command(*words, *small, "--resume") == 0
     assert command("train", "--resume", tmp_path / "run") == 0
+
+
+def test_the_shape_is_not_taken_from_a_run_of_another_name(once, tmp_path, monkeypatch):
+    """`runs/tiny` is not what goes on here."""
+    monkeypatch.chdir(tmp_path)
+    small = ("--tokens", "512", "--tokens-per-step", "256", "--eval.sample-tokens", "0", "--eval.tokens", "512")
+    data = ("--data.mixture", once.parent / "corpus")
+    begin = ("train", "tiny", "--init-from", once, *data, *small, "--resume")
+    other = ("--model.budget", 1, "--model.selection", "block")
+    assert command(*begin, *other) == 0
+    assert Thoughtbubbles.load("runs/tiny").config.budget == 1
+    assert command(*begin, "--name", "foo") == 0
+    assert Thoughtbubbles.load("runs/foo").config == Thoughtbubbles.load(once).config
+
+
+def test_fresh_weights_where_a_recipe_would_start_from_others(once, tmp_path):
+    """`None` is the word for an optional field that is not given."""
+    words = ("train", "tiny", "--init-from", "None", "--data.mixture", once.parent / "corpus", "--dry-run")
+    assert command(*words, "--out", tmp_path / "run") == 0
+
+
+def test_a_refused_resume_writes_nothing(run):
+    before = sorted(path.relative_to(run) for path in run.rglob("*"))
+    assert "belongs to another run" in str(command("train", "tiny", "--out", run, "--resume"))
+    assert sorted(path.relative_to(run) for path in run.rglob("*")) == before
 
 
 def test_weights_to_start_from_are_held_against_their_manifest(run, tmp_path):

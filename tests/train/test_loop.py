@@ -2,7 +2,13 @@
 
 import json
 import math
+import os
 import shutil
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,20 +17,36 @@ import torch
 
 from helpers import GOLDEN, SAME_FUNCTION, named, no_waiting_for_the_gpu
 from thoughtbubbles.checkpoint import load_folder_tokenizer, save_model
+from thoughtbubbles.data.tokenizer import Bytes
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.recipes import recipe
+from thoughtbubbles.train.check import check_run
 from thoughtbubbles.train.loop import Trainer, train
 from thoughtbubbles.train.parallel import World
 from thoughtbubbles.train.start import build_model, own_folder
+from thoughtbubbles.train.state import checkpoint_damage
 from train.runs import assert_same_bits, losses, metrics, small_corpus, small_run, uneven_examples
-from train.write_golden import golden
+from train.write_golden import golden, golden_run
 
 GOLDEN_FILE = Path(__file__).parents[1] / "golden" / "tiny.json"
 CPU = World(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("form", ["tiny", "tiny-paper", "tiny-plain"])
+FORMS = ("tiny", "tiny-paper", "tiny-plain")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_first_golden_losses(form, tmp_path):
+    """Before and after the first update of the weights."""
+    trainer, found = Trainer(golden_run(form, tmp_path), CPU), []
+    for trainer.done in range(2):
+        found.append(trainer.read(trainer.launch())["loss"])
+    assert found == pytest.approx(json.loads(GOLDEN_FILE.read_text())[form]["losses"][:2], abs=GOLDEN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_golden_losses(form, tmp_path):
     """Float64, so that they hold on every machine: a change that should not change numbers must not."""
     found, expected = golden(form, tmp_path), json.loads(GOLDEN_FILE.read_text())[form]
@@ -179,6 +201,72 @@ def test_one_process_a_folder(tmp_path):
     assert trainer.run().finished
 
 
+def test_a_dry_run_sees_that_another_process_trains_there(tmp_path):
+    config = small_run(tmp_path / "run", steps=1)
+    with own_folder(tmp_path / "run", CPU), pytest.raises(ValueError, match="another process is training in"):
+        check_run(config, resume=False, made_in=tmp_path / "made")
+    assert check_run(config, resume=False, made_in=tmp_path / "made")
+
+
+def test_the_data_may_be_moved_while_a_run_works_on_it(tmp_path):
+    config = small_run(tmp_path / "run", steps=4)
+    trainer = Trainer(config, CPU)
+    (tmp_path / "corpus").rename(tmp_path / "elsewhere")
+    assert trainer.run().finished
+    assert any("held_out_sample" in line for line in metrics(tmp_path / "run"))
+
+
+class Slow(Bytes):
+    """A tokenizer that takes its time to be written, so that a checkpoint does too."""
+
+    meanwhile: Callable[[], None] = staticmethod(lambda: None)
+
+    @property
+    def size(self) -> int:
+        time.sleep(0.3)
+        self.meanwhile()
+        return 257
+
+    @size.setter
+    def size(self, _: int) -> None:
+        pass
+
+
+class Failing(Trainer):
+    def evaluate(self) -> None:
+        raise ValueError("something is wrong")
+
+
+def test_a_checkpoint_that_was_begun_is_written_whatever_happens_then(tmp_path):
+    trainer = Failing(small_run(tmp_path / "run", save_every=4, eval_every=4), CPU)
+    trainer.checkpoints.tokenizer = Slow()
+    with pytest.raises(ValueError, match="something is wrong"):
+        trainer.run()
+    assert checkpoint_damage(tmp_path / "run" / "step-00000004") is None
+
+
+def test_a_signal_while_the_last_checkpoint_is_written(tmp_path):
+    """It must not end the process, as it would if it came to whoever handled signals before the run."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        trainer = Trainer(small_run(tmp_path / "run", steps=2, eval_tokens=32, eval_sample_tokens=0), CPU)
+        trainer.checkpoints.tokenizer = slow = Slow()
+
+        def ask_to_stop() -> None:
+            while trainer.checkpoints._pending is not None:  # until nothing is left to do but to wait for this thread
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        slow.meanwhile = ask_to_stop
+        result = trainer.run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.finished
+    assert checkpoint_damage(result.checkpoint) is None
+    assert not came
+
+
 def test_padded_examples_weigh_by_their_targets(tmp_path):
     """Micro-batches of very different numbers of targets: their gradients are shares of one mean."""
     folder = uneven_examples(tmp_path / "examples")
@@ -227,6 +315,15 @@ def test_wandb_without_the_package_says_what_to_do(tmp_path):
             train(small_run(tmp_path / "run", log_wandb="project"))
     else:
         pytest.skip("wandb is installed")
+
+
+def test_a_service_that_cannot_be_reached_is_not_a_file_that_cannot_be_written(tmp_path, monkeypatch):
+    def init(**_: object) -> None:
+        raise ConnectionError("name resolution failed")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    with pytest.raises(ConnectionError, match=r"^name resolution failed$"):
+        train(small_run(tmp_path / "run", log_wandb="project"))
 
 
 def test_tiny_is_a_size_with_room_for_bytes():

@@ -48,13 +48,22 @@ def forget_after(run: Path, step: int) -> None:
             shutil.rmtree(folder)
 
 
-def test_one_rank_and_two_agree_and_exchange_checkpoints(tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    on_ranks(0, "float64", tmp_path, "one")
-    on_ranks(2, "float64", tmp_path, "two")
+def one_and_two(folder: Path) -> tuple[Path, Path]:
+    one, two = folder / "one", folder / "two"
+    on_ranks(0, "float64", folder, "one")
+    on_ranks(2, "float64", folder, "two")
     assert_close(one, two, steps=20)
     assert len(list((two / "step-00000020" / "optimizer").iterdir())) == 2
+    return one, two
 
+
+def test_one_rank_and_two_agree(tmp_path):
+    one_and_two(tmp_path)
+
+
+@pytest.mark.slow
+def test_one_rank_and_two_exchange_checkpoints(tmp_path):
+    one, two = one_and_two(tmp_path)
     # 2 → 1 → 2: one rank goes on from a checkpoint of two, and two from one of its own.
     forget_after(two, 10)
     on_ranks(0, "float64", tmp_path, "two", resume=True)
@@ -65,6 +74,7 @@ def test_one_rank_and_two_agree_and_exchange_checkpoints(tmp_path):
     assert_close(one, two, steps=20)
 
 
+@pytest.mark.slow
 def test_bf16_decides_as_the_unsharded_model(tmp_path):
     on_ranks(2, "decisions", tmp_path)
 

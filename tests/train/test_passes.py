@@ -89,6 +89,7 @@ def test_a_graph_has_the_bits_of_launched_kernels(n_micro):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+@pytest.mark.slow
 def test_recomputing_blocks_with_bfloat16_products(tmp_path):
     """The backward computes blocks again, with the same rounded weights."""
     plain = small_run(tmp_path / "plain", steps=3, compute_precision="bf16")
@@ -97,7 +98,9 @@ def test_recomputing_blocks_with_bfloat16_products(tmp_path):
     assert abs(a - b) < BFLOAT16
 
 
-@pytest.mark.parametrize("merge", ["residual", "mixture", "original"])
+@pytest.mark.parametrize(
+    "merge", ["mixture", *(pytest.param(m, marks=pytest.mark.slow) for m in ("residual", "original"))]
+)
 def test_a_residual_in_bfloat16(merge, tmp_path):
     """Streams are rounded, scores and loss are not, and a run comes out where one in float32 does."""
     wide = small_run(tmp_path / "wide", steps=3, model_merge=merge, compute_precision="bf16")

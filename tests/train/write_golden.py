@@ -8,20 +8,24 @@ from pathlib import Path
 import torch
 
 from thoughtbubbles.recipes import recipe
+from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.loop import train
 from train.runs import losses
 
 
-def golden(form: str, folder: Path) -> dict[str, object]:
+def golden_run(form: str, folder: Path) -> RunConfig:
     config = recipe(form)
-    config = replace(
+    return replace(
         config,
         out=folder / form,
         tokens=6 * config.tokens_per_step,
         compute=replace(config.compute, precision="float64"),
         eval=replace(config.eval, tokens=2048, sample_tokens=0),
     )
-    result = train(config)
+
+
+def golden(form: str, folder: Path) -> dict[str, object]:
+    result = train(golden_run(form, folder))
     return {"losses": losses(folder / form), "held_out": result.held_out["synthetic"]}
 
 

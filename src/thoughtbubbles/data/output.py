@@ -30,12 +30,13 @@ from thoughtbubbles.data.shards import (
     ShardWriter,
     check_seal,
     count,
+    open_shard,
     parse_shards,
     read_index,
     write_sealed,
 )
 from thoughtbubbles.data.shards import write_index as write_dataset_index
-from thoughtbubbles.data.tokenizer import Tokenizer
+from thoughtbubbles.data.tokenizer import Tokenizer, tokenizer
 from thoughtbubbles.files import read_object, short_name
 
 JOURNAL = "prepare.json"
@@ -250,6 +251,8 @@ class Output:
     def _open(self, kind: Kind | None) -> None:
         if kind is not None:
             size, state = int(self._settings["shard_tokens"]), self.state
+            tok = tokenizer(str(self._settings["tokenizer"]))
+            _check_shards(self._folder, Index(kind, tok.name, tok.end_of_text, tok.size, state.shards))
             self._splits = {
                 s: Split(self._folder, s, kind=kind, shard_tokens=size, shards=state.shards[s], tail=state.tails[s])
                 for s in SPLITS
@@ -298,8 +301,16 @@ def finished(folder: Path, settings: dict[str, Any]) -> Index | None:
         raise ValueError(
             f"{folder / INDEX} is damaged (its notes lack what `prepare` writes): delete {folder} and prepare it again"
         ) from None
+    _check_shards(folder, index)
     tidy(folder)
     return index
+
+
+def _check_shards(folder: Path, index: Index) -> None:
+    """Headers and sizes: what was prepared before must still be there."""
+    for infos in index.splits.values():
+        for info in infos:
+            open_shard(folder / info.file, info, index)
 
 
 def _runs(held: np.ndarray) -> list[tuple[bool, int, int]]:

@@ -27,7 +27,7 @@ from typing import Any
 from thoughtbubbles.data.encode import Encoded, encode_chunk
 from thoughtbubbles.data.output import SPLITS, Output, finished
 from thoughtbubbles.data.progress import Progress
-from thoughtbubbles.data.shards import Index
+from thoughtbubbles.data.shards import SMALL_VALIDATION, Index
 from thoughtbubbles.data.sources import Chunk, Input, find_inputs, fingerprint, read_chunks
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.data.tokenizer import tokenizer as find_tokenizer
@@ -37,7 +37,6 @@ PATIENCE = 5.0  # seconds without a result, after which somebody looks whether a
 AHEAD = 3  # chunks on their way for each process
 SAVE_SECONDS = 10.0  # at most so much work is done twice after an interruption
 HELD_OUT = 0.005  # share of the documents, where no validation set is given
-SMALL_VAL = 10_000  # tokens: the mean loss over fewer moves by several percent with the choice of the documents
 MOST_PROCESSES = 1024
 MOST_SHARD_TOKENS = 1 << 32
 MUCH = 10**8  # tokens: enough for one of the paper's models
@@ -319,10 +318,10 @@ def _summarize(out: Path, index: Index) -> None:
             "there is no split val, so training will have no validation loss; for one, give --val, or two different "
             "documents or more and --held-out above 0"
         )
-    elif n_val < SMALL_VAL:
+    elif n_val < SMALL_VALIDATION:
         print(
-            f"val is very small (fewer than {SMALL_VAL:,} tokens): its loss will depend on the choice of documents; "
-            "give --val or a larger --held-out"
+            f"val is very small (fewer than {SMALL_VALIDATION:,} tokens): its loss will depend on the choice of "
+            f"documents; give {'more of it' if index.notes['settings'].get('val') else '--val or a larger --held-out'}"
         )
     print(f"next: {_next_command(out, index)}")
 

@@ -4,13 +4,14 @@
     answers/TASK-1A2B3C4D.rank-1.jsonl   of further ranks, each of which writes for itself
     answers/TASK-1A2B3C4D.2.jsonl        of a second command that asks the same at the same time
 
-So answers to other questions, of another model or under other settings lie side by side and are never mixed. A line
-that was cut short or damaged is left out, and its document answered again.
+So answers to other questions, of another model or under other settings lie side by side and are never mixed. Every line
+ends in its own checksum: one that was cut short or damaged is left out, and its document answered again. Of several
+answers to a document the newest counts.
 """
 
 import fcntl
 import json
-import math
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -23,7 +24,8 @@ from thoughtbubbles.evals.marks import Answer
 from thoughtbubbles.files import named, parse_json, read_bytes, short_name
 
 REMEDY = "delete it; what it held is answered again"
-FIELDS = {"document", *(field.name for field in fields(Answer))}
+CHECKSUM = ', "crc32": '
+FIELDS = {"document", "time", "crc32", *(field.name for field in fields(Answer))}
 
 
 class Answers:
@@ -37,12 +39,11 @@ class Answers:
 
     def read(self) -> dict[int, Answer]:
         """What all ranks have left, by the numbers of the documents."""
-        return {number: answer for path in self._files() for number, answer in self._read(path).items()}
-
-    def forget(self) -> None:
-        """Deletes what there is."""
-        for path in self._files():
-            path.unlink()
+        records = [record for path in self._files() for record in self._read(path)]
+        return {
+            record["document"]: Answer(**{field.name: record[field.name] for field in fields(Answer)})
+            for record in sorted(records, key=lambda record: record["time"])
+        }
 
     def __enter__(self) -> "Answers":
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -79,45 +80,31 @@ class Answers:
 
     def add(self, number: int, answer: Answer) -> None:
         self.new[number] = answer
-        self._file.write(json.dumps({"document": number, **asdict(answer)}) + "\n")
+        self._file.write(_line({"document": number, "time": time.time(), **asdict(answer)}))
 
     def _files(self) -> list[Path]:
         return sorted([*self.folder.glob(f"{self.name}.jsonl"), *self.folder.glob(f"{self.name}.*.jsonl")])
 
-    def _read(self, path: Path) -> dict[int, Answer]:
+    def _read(self, path: Path) -> list[dict[str, Any]]:
         first, *lines = read_bytes(path, remedy=REMEDY).splitlines(keepends=True) or [b""]
         if first.rstrip(b"\n") != self.about.encode():  # whoever wrote it was asked something else
-            return {}
-        return dict(answer for line in lines if line.endswith(b"\n") and (answer := _answer(line)) is not None)
+            return []
+        return [record for line in lines if (record := _record(line)) is not None]
 
 
-def _answer(line: bytes) -> tuple[int, Answer] | None:
-    """Number and answer of one line; None if anything in it is not what was written."""
+def _line(record: Mapping[str, Any]) -> str:
+    """With a checksum of what stands before it."""
+    text = json.dumps(record)[:-1]
+    return f"{text}{CHECKSUM}{zlib.crc32(text.encode())}}}\n"
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """None if the line is not, byte by byte, what was written."""
+    text, _, end = line.rpartition(CHECKSUM.encode())
+    if end != b"%d}\n" % zlib.crc32(text):
+        return None
     try:
-        record = parse_json(line, where="", remedy="")
+        record: dict[str, Any] = parse_json(line, where="", remedy="")
     except ValueError:
         return None
-    if not isinstance(record, dict) or record.keys() != FIELDS:
-        return None
-    is_good = (
-        _is_count(record["document"])
-        and _is_count(record["truncated"])
-        and isinstance(record["scores"], dict)
-        and all(map(_is_finite, record["scores"].values()))
-        and isinstance(record["groups"], dict)
-        and all(isinstance(group, str) for group in record["groups"].values())
-        and isinstance(record["log_probs"], list)
-        and all(map(_is_finite, record["log_probs"]))
-        and isinstance(record["tokens"], list)
-        and all(map(_is_count, record["tokens"]))
-        and isinstance(record["text"], str | None)
-    )
-    return (record.pop("document"), Answer(**record)) if is_good else None
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 60
+    return record if record.keys() == FIELDS else None

@@ -105,10 +105,14 @@ def means(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    mean, n = math.fsum(values) / len(values), len(values)
-    if n < 2:
-        return mean, None
-    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+    """No error of a single value, nor where anything is not finite."""
+    n = len(values)
+    try:
+        mean = math.fsum(values) / n
+    except (OverflowError, ValueError):  # larger than any number on the way, or +inf and −inf
+        mean = sum(value / n for value in values)
+    error = math.hypot(*(value - mean for value in values)) * math.sqrt(1 / (n - 1) / n) if n > 1 else math.inf
+    return mean, error if math.isfinite(error) else None
 
 
 def _by(name: str, answers: Sequence[Answer]) -> dict[str, Any]:

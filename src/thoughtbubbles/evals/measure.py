@@ -131,10 +131,9 @@ def _answers(bench: Bench, exam: Exam, budget: Number | None) -> tuple[dict[int,
 
 
 def _known(answers: Answers, exam: Exam, *, fresh: bool) -> dict[int, Answer]:
-    if fresh:
-        answers.forget()
-    documents = exam.documents
-    return {n: answer for n, answer in answers.read().items() if n in documents and fits(documents[n], answer)}
+    """With `fresh` none; what was answered before stays on disk for documents that are not asked now."""
+    documents, found = exam.documents, {} if fresh else answers.read()
+    return {n: answer for n, answer in found.items() if n in documents and fits(documents[n], answer)}
 
 
 def _answer(

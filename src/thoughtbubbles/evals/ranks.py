@@ -1,5 +1,6 @@
 """Several processes that sit an exam together: each takes its share of the documents, and all see all answers."""
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from thoughtbubbles.files import reason, short_name
 
 Value = TypeVar("Value")
-TROUBLE = (ValueError, OSError, MemoryError, torch.OutOfMemoryError)  # of files, settings and sizes; no other error is
+NO_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory")  # in torch's words
 
 
 class Ranks(NamedTuple):
@@ -35,7 +36,9 @@ class Ranks(NamedTuple):
         trouble = None
         try:
             found.append(work())
-        except TROUBLE as error:
+        except (ValueError, OSError, MemoryError, RuntimeError) as error:  # of files, settings and sizes
+            if isinstance(error, RuntimeError) and not _is_memory(error):
+                raise
             trouble = in_words(error)
         first = next((wrong for wrong in self.gather(trouble) if wrong is not None), None)
         if first is not None:
@@ -48,6 +51,12 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, OSError):
         where = f"{short_name(error.filename)}: " if error.filename else ""
         return f"{where}{reason(error)}"
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if _is_memory(error):
         return "out of memory: give smaller batches (--batch, --batch-tokens, --answers-at-once)"
     return str(error)
+
+
+def _is_memory(error: BaseException) -> bool:
+    """torch has a class of its own for it, but not on a CPU."""
+    is_told = isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error)))
+    return is_told or isinstance(error, (MemoryError, torch.OutOfMemoryError))

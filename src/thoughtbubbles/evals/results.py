@@ -4,7 +4,7 @@
     MODEL/eval/               of a model folder
         answers/              what was answered, whatever list of tasks it was asked in
         NAME/results.json     an evaluation and its figures; NAME says what it was, with a checksum of what its numbers
-                              depend on: weights, config, budgets, dtype, the questions and the text
+                              depend on: weights, config, tokenizer, budgets, dtype, the questions and the text
 
 With --out DIR, the answers lie in DIR/answers and the results in DIR itself; those of another evaluation that are there
 are moved to DIR/NAME first.
@@ -13,19 +13,22 @@ are moved to DIR/NAME first.
 import json
 import os
 import re
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from thoughtbubbles.checkpoint import NUMBERED, weight_files
 from thoughtbubbles.evals.settings import Evaluation
+from thoughtbubbles.evals.tasks import TASKS
 from thoughtbubbles.files import crc32, named, read_object, reason, short_name
 
 RESULTS, ANSWERS = "results.json", "answers"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,150}")  # of a folder
-FIGURES = ("perplexity.png", "exams.png", "*-by-*.png", "budgets.png")
+FIGURES = ("perplexity.png", "exams.png", "budgets.png", *(f"{task}-by-*.png" for task in TASKS))
 
 
 def home_of(folder: Path) -> Path:
@@ -54,7 +57,7 @@ def name_of(settings: Evaluation, depends_on: Mapping[str, Any]) -> str:
     """What was asked for and is not the usual, and a checksum of all that the numbers depend on."""
     words = list(settings.tasks)
     if settings.data is not None and "perplexity" in settings.names:
-        words += [settings.data.resolve().name, settings.split]
+        words += [Path(os.path.realpath(settings.data)).name, settings.split]  # also of a link that leads to itself
         words += [f"windows{settings.windows}", "" if settings.tokens is None else f"tokens{settings.tokens}"]
     words.append("" if settings.limit is None else f"limit{settings.limit}")
     words.append("+".join(f"r{budget}" for budget in settings.budget))
@@ -86,15 +89,22 @@ def make_folders(home: Path, name: str, *, is_given: bool) -> Path:
     return folder
 
 
-def move_aside(folder: Path, name: str) -> Path | None:
-    """What another evaluation has left in this folder goes to a folder of its own, which is returned."""
+def remove_empty(home: Path, name: str) -> None:
+    """The folders of an evaluation that has nothing to write, as far as they are empty."""
+    for folder in (home / name, home / ANSWERS, home, home.parent):
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def move_aside(folder: Path, name: str) -> None:
+    """What another evaluation has left in this folder goes to a folder of its own."""
     if (earlier := _earlier(folder, name)) is None:
-        return None
+        return
     with named(folder, "give another --out"):
         (folder / earlier).mkdir(exist_ok=True)
         for path in [folder / RESULTS, *(path for figure in FIGURES for path in folder.glob(figure))]:
             path.replace(folder / earlier / path.name)
-    return folder / earlier
+    print(f"{folder} had the results of another evaluation: they are in {folder / earlier} now.", file=sys.stderr)
 
 
 def _earlier(folder: Path, name: str) -> str | None:

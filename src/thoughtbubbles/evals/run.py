@@ -26,12 +26,22 @@ from thoughtbubbles.evals.exam import check_lengths
 from thoughtbubbles.evals.measure import Bench, Found, measure_text, sit_exam
 from thoughtbubbles.evals.progress import Progress
 from thoughtbubbles.evals.ranks import Ranks
-from thoughtbubbles.evals.results import ANSWERS, RESULTS, exact, home_of, make_folders, move_aside, name_of, weights_of
+from thoughtbubbles.evals.results import (
+    ANSWERS,
+    RESULTS,
+    exact,
+    home_of,
+    make_folders,
+    move_aside,
+    name_of,
+    remove_empty,
+    weights_of,
+)
 from thoughtbubbles.evals.settings import Evaluation
 from thoughtbubbles.evals.show import show
 from thoughtbubbles.evals.tasks import TASKS
 from thoughtbubbles.evals.windows import check_tokens, checksum, windows_for
-from thoughtbubbles.files import write_json
+from thoughtbubbles.files import read_object, write_json
 from thoughtbubbles.generate.requests import budget_problem, budget_remark, exact_method
 from thoughtbubbles.model.budget import Number
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -50,7 +60,7 @@ def run(settings: Evaluation, *, device: str | torch.device, ranks: Ranks = Rank
     failed: dict[str, str] = {}
     work = _open_tasks(settings, model, tokenizer, ranks, failed)
     weights = ranks.gather(ranks.agree(lambda: weights_of(folder) if ranks.is_first else {}))[0]
-    about = {"weights": weights, "config": asdict(model.config), "dtype": settings.dtype}
+    about = {"weights": weights, "config": asdict(model.config), "tokenizer": tokenizer.name, "dtype": settings.dtype}
     name = name_of(settings, _depends_on(settings, model, budgets, about, work))
     home = home_of(folder) if settings.out is None else settings.out
     place = ranks.agree(lambda: make_folders(home, name, is_given=settings.out is not None))
@@ -68,16 +78,25 @@ def run(settings: Evaluation, *, device: str | torch.device, ranks: Ranks = Rank
         for budget in settings.budget:
             if remark := budget_remark(model.config, budget):
                 progress.say(remark)
-        found = _measure(bench, work, failed)
+        try:
+            found = _measure(bench, work, failed)
+        except ValueError:
+            if settings.out is None:
+                remove_empty(home, name)
+            raise
+    kept = ranks.gather(ranks.agree(lambda: _kept(place / RESULTS, name, failed) if ranks.is_first else {}))[0]
+    found |= {task: earlier for task, (earlier, _) in kept.items()}
     results = {
         "name": name,
         **_numbers(settings, found, budgets),
         "failed": {task: failed[task] for task in settings.names if task in failed},
+        "kept": {task: time for task, (_, time) in kept.items()},
         "checkpoint": str(folder),
         "weights": weights,
         "budget": budgets[0],
         "selection": model.config.selection if model.config.fork_layers else None,
         "config": asdict(model.config),
+        "tokenizer": tokenizer.name,
         "settings": {**settings.as_dict(), "device": str(device)},
         "ranks": ranks.size,
         **_circumstances(),
@@ -178,6 +197,26 @@ def _measure(bench: Bench, work: Mapping[str, Work], failed: dict[str, str]) -> 
     return found
 
 
+def _kept(path: Path, name: str, failed: Mapping[str, str]) -> dict[str, tuple[Found, str]]:
+    """What the same evaluation has found before of tasks that failed now, and when: it is not lost."""
+    try:
+        earlier = read_object(path)
+        if earlier["name"] != name:
+            return {}
+        paired = earlier.get("budgets", {"tasks": {}, "others": {}})
+        every = [earlier["tasks"], *(other["tasks"] for other in paired["others"].values())]
+        return {
+            task: (
+                Found(numbers=[numbers[task] for numbers in every], paired=paired["tasks"].get(task, {})),
+                earlier["kept"].get(task, earlier["time"]),
+            )
+            for task in failed
+            if task in earlier["tasks"]
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):  # there is none, or it is damaged
+        return {}
+
+
 def _depends_on(
     settings: Evaluation,
     model: Thoughtbubbles,
@@ -215,8 +254,11 @@ def _numbers(settings: Evaluation, found: Mapping[str, Found], budgets: tuple[Nu
 
 
 def _write(place: Path, results: dict[str, Any], settings: Evaluation) -> None:
-    if settings.out is not None and (aside := move_aside(place, results["name"])) is not None:
-        print(f"{place} had the results of another evaluation: they are in {aside} now.", file=sys.stderr)
+    place.mkdir(parents=True, exist_ok=True)  # another one of the same name may have failed, and tidied up
+    if settings.out is not None:
+        move_aside(place, results["name"])
+    for task, time in results["kept"].items():
+        print(f"{task} could not run now: its numbers in {place / RESULTS} are those of {time}.", file=sys.stderr)
     write_json(place / RESULTS, results)
     show(results, place / RESULTS)
 

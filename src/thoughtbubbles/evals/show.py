@@ -14,6 +14,11 @@ from thoughtbubbles.evals.perplexity import remarks, table_of
 
 FEW = 12  # groups that a table shows one by one
 WAYS = {"accuracy": "accuracy", "accuracy_sum": "sum", "accuracy_character": "char-\nacter", "accuracy_byte": "byte"}
+MARKED = (
+    "In percent ± standard error. accuracy: the choice of the lowest mean loss a token, as in the paper; sum: of the "
+    "lowest loss in all (lm-evaluation-harness's acc); character: of the lowest a character (its acc_norm); byte: of "
+    "the lowest a byte (its acc_bytes)."
+)
 
 
 def show(results: dict[str, Any], path: Path) -> None:
@@ -22,25 +27,26 @@ def show(results: dict[str, Any], path: Path) -> None:
         rule = f"{results['selection']} selection, r = {results['budget']}"
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     exams = {name: found for name, found in results["tasks"].items() if name != "perplexity"}
-    drawn = []
+    told, drawn = exam_remarks(exams), []
     if "budgets" in results:
         is_causal = results["selection"] != "block"
         title = f"{results['selection']} selection, proportional budget"
         console.print(budget_table(results["budgets"], title=title, is_causal=is_causal))
         for line in budget_remarks(results["budgets"]):
             console.print(line, soft_wrap=True)
+        told = [f"With r = {results['budget']}, {line}" for line in told]
         drawn.append(draw_budgets(path))
-        exams = {}
     elif "perplexity" in results["tasks"]:
         console.print(table_of(results["tasks"]["perplexity"], title=rule))
         for line in remarks(results["tasks"]["perplexity"]):
             console.print(line, soft_wrap=True)
         drawn.append(draw_perplexity(path))
-    if exams:
+    if exams and "budgets" not in results:
         console.print(exam_table(exams, title=f"{rule}, proportional budget" if results["selection"] else rule))
-        for line in exam_remarks(exams):
-            console.print(line, soft_wrap=True, markup=False)
-        drawn += draw_exams(path)
+        told += [MARKED] if any("accuracy_sum" in found for found in exams.values()) else []
+    for line in told:
+        console.print(line, soft_wrap=True, markup=False)
+    drawn += draw_exams(path) if exams else []
     if results["failed"]:
         console.print(failed_table(results["failed"]))
     figures = [str(figure) for figure in drawn if figure]
@@ -84,7 +90,7 @@ def percent(value: dict[str, Any]) -> str:
 
 
 def exam_remarks(exams: dict[str, Any]) -> list[str]:
-    """What the table does not say, in words."""
+    """What no table says, in words."""
     lines = []
     for found in exams.values():
         if "perplexity" in found:
@@ -104,10 +110,4 @@ def exam_remarks(exams: dict[str, Any]) -> list[str]:
                 f"{found['title']}: {cut['documents']:,} of {found['documents']:,} documents were longer than the "
                 f"model's block and lost {cut['tokens']:,} tokens on the left."
             )
-    if any("accuracy_sum" in found for found in exams.values()):
-        lines.append(
-            "In percent ± standard error. accuracy: the choice of the lowest mean loss a token, as in the paper; sum: "
-            "of the lowest loss in all (lm-evaluation-harness's acc); character: of the lowest a character (its "
-            "acc_norm); byte: of the lowest a byte (its acc_bytes)."
-        )
     return lines

@@ -95,7 +95,7 @@ def card(name: str, config: ModelConfig, *, parameters: int, dtype: str, folder:
     parts.append(facts([Row("parameters", parameters), Row("dtype", dtype), *shape(config)]))
     known = earlier_sections(folder)
     training = facts(training_rows(folder)) or known.get("Training", "")
-    scores = "\n".join(filter(None, [evaluation(evaluations(folder)), known.get("Evaluation", "")]))
+    scores = joined(evaluation(evaluations(folder)), known.get("Evaluation", ""))
     before = read_json(folder / "config.json").get("dtype", dtype)
     if training or scores:
         parts.append(known.get("converted", CONVERTED.format(before=before, dtype=dtype) if before != dtype else ""))
@@ -113,6 +113,23 @@ def earlier_sections(folder: Path) -> dict[str, str]:
     found = {heading: body.rstrip() + "\n" for heading, body in zip(parts[::2], parts[1::2], strict=True)}
     converted = re.search(r"^The numbers below are those of .*\n", text, flags=re.MULTILINE)
     return found | ({"converted": converted.group()} if converted else {})
+
+
+def joined(new: str, old: str) -> str:
+    """Of an old section what does not stand in the new one, whatever empty columns its tables have."""
+    if not (new and old):
+        return new or old
+    known, parts = set(map(cells_of, new.splitlines())), [new.rstrip()]
+    for part in re.split(r"\n{2,}", old.strip()):
+        n_heading = 2 if part.startswith("|") else 0
+        heading, lines = part.splitlines()[:n_heading], part.splitlines()[n_heading:]
+        if left := [line for line in lines if cells_of(line) not in known]:
+            parts.append("\n".join([*heading, *left] if heading else lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def cells_of(line: str) -> tuple[str, ...]:
+    return tuple(cell for each in re.split(r"(?<!\\)\|", line) if (cell := each.strip()))
 
 
 def about(config: ModelConfig) -> str:

@@ -6,7 +6,9 @@ python -m thoughtbubbles.interop.harness --model thoughtbubbles …      the har
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
 from thoughtbubbles import __version__
-from thoughtbubbles.checkpoint import find_model
-from thoughtbubbles.evals.results import RESULTS, home_of, make_folders, move_aside, named_by, weights_of
-from thoughtbubbles.files import check_folder, short_name, write_json
+from thoughtbubbles.evals.results import RESULTS, exact, home_of, make_folders, move_aside, named_by, weights_of
+from thoughtbubbles.files import check_folder, crc32, short_name, write_json
 from thoughtbubbles.generate.requests import Method
 from thoughtbubbles.interop.harness_tasks import local_tasks
 from thoughtbubbles.interop.lm_eval import ThoughtbubblesLM
@@ -58,7 +59,10 @@ def run_harness(
         raise ValueError(f"--limit {short_name(str(limit))}: give a whole number from 1 on")
     if out is not None:
         check_folder(Path(out), option="--out")
-    manager = _manager(tasks, data_dir, cache_dir)
+    if not tasks:
+        raise ValueError("--tasks is empty: name one task of the harness or more, such as hellaswag")
+    definitions = None if data_dir is None else local_tasks(data_dir, tasks, cache_dir=cache_dir)
+    manager = _manager(tasks, definitions)
     model = ThoughtbubblesLM(
         checkpoint,
         budget=budget,
@@ -68,8 +72,8 @@ def run_harness(
         method=method,
         compile=compile,
     )
-    name = _name(checkpoint, tasks, {"budget": budget, "limit": limit, "dtype": dtype, "method": method})
-    home = home_of(find_model(checkpoint)) if out is None else Path(out)
+    name = _name(model, tasks, definitions, limit=limit)
+    home = home_of(model.folder) if out is None else Path(out)
     folder = make_folders(home, name, is_given=out is not None)
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
     found = lm_eval.simple_evaluate(
@@ -92,19 +96,28 @@ def run_harness(
     return results
 
 
-def _name(checkpoint: str | Path, tasks: Sequence[str], settings: dict[str, Any]) -> str:
-    """So that no evaluation replaces another one."""
-    told = [f"{name}{value}" for name, value in settings.items() if value not in (None, "float32")]
-    weights = weights_of(find_model(checkpoint))
-    return named_by(["harness", *tasks, *told], {**settings, "tasks": list(tasks), "weights": weights})
+def _name(model: ThoughtbubblesLM, tasks: Sequence[str], definitions: Path | None, *, limit: int | None) -> str:
+    """With a checksum of all that the numbers depend on, so that no evaluation replaces another one."""
+    config, asked = model.model.config, {"limit": limit, "dtype": model.dtype, "method": model.method}
+    told = [f"{name}{value}" for name, value in asked.items() if value not in (None, "float32")]
+    if model.budget is not None:
+        told.insert(0, f"budget{float(Fraction(str(model.budget))):g}")  # one word for 2, 2.0 and "4/2"
+    depends_on = {
+        **asked,
+        "tasks": list(tasks),
+        "weights": weights_of(model.folder),
+        "config": asdict(config),
+        "tokenizer": model.tokenizer.name,
+        "budget": exact(config.budget if model.budget is None else model.budget) if config.fork_layers else None,
+        "harness": lm_eval.__version__,
+        "data": {path.name: crc32(path) for path in definitions.glob("*.jsonl")} if definitions else None,
+    }
+    return named_by(["harness", *tasks, *told], depends_on)
 
 
-def _manager(tasks: Sequence[str], data_dir: str | Path | None, cache_dir: Path | None) -> TaskManager:
-    if not tasks:
-        raise ValueError("--tasks is empty: name one task of the harness or more, such as hellaswag")
-    if data_dir is not None:
-        folder = local_tasks(data_dir, tasks, cache_dir=cache_dir)
-        return TaskManager(include_path=str(folder), include_defaults=False)
+def _manager(tasks: Sequence[str], definitions: Path | None) -> TaskManager:
+    if definitions is not None:
+        return TaskManager(include_path=str(definitions), include_defaults=False)
     manager = TaskManager()
     for task in tasks:
         if task not in manager.all_tasks:

@@ -204,7 +204,8 @@ def is_whole(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Also one that is not finite; but not an integer that no float can hold."""
+    return isinstance(value, float) or (is_whole(value) and abs(value) < 1 << 1000)  # type: ignore[arg-type]
 
 
 def every_fourth_layer(n_layer: int) -> tuple[int, ...]:

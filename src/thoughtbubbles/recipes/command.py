@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -105,9 +106,10 @@ def _value(arguments: Sequence[str], option: str) -> str | None:
 def _shaped(default: RunConfig, arguments: Sequence[str]) -> RunConfig:
     """With --init-from, the recipe with that model's shape; a run that goes on has its own already."""
     start = _value(arguments, "--init-from")
-    if start is None:
+    if start in (None, "None"):
         return default
-    folder = Path(_value(arguments, "--out") or default.folder)
+    own = replace(default, name=_value(arguments, "--name") or default.name).folder
+    folder = Path(_value(arguments, "--out") or own)
     is_resumed = "--resume" in arguments and (folder / RUN).is_file()
     shaped = copy(default)
     # Not yet checked: the recipe's rows need not fit this model, and options may follow that make them fit.

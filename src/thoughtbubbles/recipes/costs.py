@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from thoughtbubbles.checkpoint import WANTED, check_weights, find_model, read_config, read_weights
+from thoughtbubbles.checkpoint import WANTED, check_manifest, check_weights, find_model, read_config, read_weights
 from thoughtbubbles.files import named
 from thoughtbubbles.generate.cache import cache_memory
 from thoughtbubbles.model.budget import Budget, brief
@@ -56,6 +56,7 @@ def find_config(model: str) -> tuple[ModelConfig, bool]:
             if not Path(model).exists():
                 raise
     folder = find_model(model)
+    check_manifest(folder)
     config = read_config(folder)
     check_weights(folder, read_weights(folder), config)  # a config alone could describe a model that takes for ever
     return config, False

@@ -45,12 +45,13 @@ def reduced(config: RunConfig, out: Path) -> RunConfig:
     """The same run in small: its shape, rule, merge, schedule and optimizer, narrow and short, on data made here."""
     model = config.model
     n_layer = min(model.n_layer, (max(model.fork_layers) + 1) if model.fork_layers else 4)
+    rows = 4 * int(os.environ.get("WORLD_SIZE", 1))
     small: ModelConfig = replace(model, n_layer=n_layer, n_head=2, width=16, vocab_size=384, block_size=16)
     return replace(
         config,
         model=small,
-        tokens=4 * 16,
-        tokens_per_step=4 * 16,
+        tokens=rows * 16,
+        tokens_per_step=rows * 16,
         data=DataConfig(mixture=("synthetic",)),
         compute=ComputeConfig(
             precision=config.compute.precision,

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import torch
 
+from thoughtbubbles.files import check_folder, locked
 from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.data import RunData
+from thoughtbubbles.train.log import check_sinks
 from thoughtbubbles.train.parallel import World, find_device, find_precision, uses_graph
 from thoughtbubbles.train.resume import find_checkpoint, same_run
 from thoughtbubbles.train.start import fitting_weights
@@ -22,6 +24,11 @@ def check_run(config: RunConfig, *, resume: bool, made_in: Path) -> list[str]:
     rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     world = World(torch.device(find_device(config.device)), rank, size)
     precision = find_precision(config.compute, world.device.type)
+    check_sinks(config.log)
+    folder = check_folder(config.folder, option="--out")
+    if rank == 0 and folder.is_dir():
+        with locked(folder, doing="training in"):
+            pass
     uses_graph(config.compute, world._replace(is_distributed="RANK" in os.environ))
     data = RunData(config, world, made_in=made_in / f"rank-{rank}")
     data.micro_batches(0)

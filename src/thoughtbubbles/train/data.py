@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from thoughtbubbles.data.loader import IGNORED, Batch, HeldOut, Loader, Source, micro_steps, rows_of_rank
-from thoughtbubbles.data.shards import has_split, open_dataset
+from thoughtbubbles.data.shards import SMALL_VALIDATION, has_split, open_dataset
 from thoughtbubbles.data.stdlib import write_stdlib
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
@@ -23,7 +23,6 @@ MADE_HERE: dict[str, Callable[[Path], None]] = {
     "synthetic": partial(write_synthetic, n_tokens=1_000_000, seed=0),
     "stdlib": write_stdlib,
 }
-SMALL_VALIDATION = 10_000  # tokens: below, chance moves the loss in its second decimal
 PROMPT_TOKENS = 16  # of the text that samples begin with
 
 
@@ -71,6 +70,7 @@ class RunData:
         ]
         self._check(config.model.vocab_size)
         self.tokenizer = tokenizer(self.loader.tokenizer)
+        self.beginnings = self._beginnings()
         self.notes = self._notes(sources, is_given=bool(config.data.val))
         # What a resumed run compares: folders may have moved, but the indexes hold the checksums of all shards.
         self.fingerprints = [
@@ -144,8 +144,11 @@ class RunData:
                 ids, targets, lengths, source = (array[mine] for array in batch)
                 yield Batch(ids, targets, lengths, np.full_like(source, index))
 
-    def beginnings(self) -> list[list[int]]:
-        """The first tokens of each source's validation text, of its training text where no source has any."""
+    def _beginnings(self) -> list[list[int]]:
+        """The first tokens of each source's validation text, of its training text where no source has any.
+
+        Read once: a folder may be moved while the run works on what it has opened.
+        """
         texts = [(source, split) for _, source, split in self.validation]
         found = []
         for source, split in texts or [(source, "train") for source in self.loader.sources]:

@@ -87,7 +87,7 @@ def _words(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(parts)}"
     if origin is tuple:
-        return f"a list, each {_words(parts[0])}"
+        return f"a tuple (in JSON a list), each {_words(parts[0])}"
     return WORDS[hint]
 
 

@@ -1,5 +1,6 @@
 """What a run shows and writes: a progress bar where a person watches, plain lines otherwise, metrics.jsonl always."""
 
+import importlib
 import json
 import math
 import re
@@ -53,11 +54,11 @@ class Log:
         """Goes on after `done` finished steps: what an interrupted run has logged beyond them is taken back."""
         if not self.is_first:
             return
+        self._sinks = list(_sinks(self.config, self.folder, self._name, config, done=done))
         path = self.folder / "metrics.jsonl"
         with named(path, "make it a file that can be written to, or give another --out"):
             if path.exists():
                 _take_back(path, done)
-            self._sinks = list(_sinks(self.config, self.folder, self._name, config, done=done))
             self.metrics = path.open("a")
         if self.console.is_terminal:
             self._progress = Progress(
@@ -187,23 +188,33 @@ def _take_back(path: Path, done: int) -> None:
     write_atomically(path, [f"{line}\n".encode() for line in kept])
 
 
+def check_sinks(config: LogConfig) -> None:
+    """Refuses a log whose package is missing."""
+    for option, wanted, package in (
+        ("wandb", config.wandb is not None, "wandb"),
+        ("tensorboard", config.tensorboard, "torch.utils.tensorboard"),
+    ):
+        if wanted:
+            try:
+                importlib.import_module(package)
+            except ImportError:
+                raise ValueError(f"--log.{option}: install it first: pip install 'thoughtbubbles[{option}]'") from None
+
+
 def _sinks(
     config: LogConfig, folder: Path, name: str, run: dict[str, Any], *, done: int
 ) -> Iterator[Callable[[int, dict[str, float]], None]]:
+    check_sinks(config)
     if config.wandb is not None:
-        try:
-            import wandb  # type: ignore[import-not-found, unused-ignore]
-        except ImportError:
-            raise ValueError("--log.wandb: install it first: pip install 'thoughtbubbles[wandb]'") from None
+        import wandb  # type: ignore[import-not-found, unused-ignore]
+
         started = wandb.init(
             project=config.wandb, name=name, dir=folder, config=run, id=_wandb_id(folder), resume="allow"
         )
         yield lambda step, facts: started.log(facts, step=step)
     if config.tensorboard:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ValueError("--log.tensorboard: install it first: pip install 'thoughtbubbles[tensorboard]'") from None
+        from torch.utils.tensorboard import SummaryWriter
+
         writer = SummaryWriter(folder / "tensorboard", purge_step=done + 1)
 
         def write(step: int, facts: dict[str, float]) -> None:

@@ -33,9 +33,9 @@ from thoughtbubbles.train.optim import Optimizer, learning_rate, warmup_steps
 from thoughtbubbles.train.parallel import World, find_precision, join, parallelize, sync_gradients, uses_graph
 from thoughtbubbles.train.passes import Later, Micro, Passes
 from thoughtbubbles.train.precision import Products
-from thoughtbubbles.train.resume import describe, find_checkpoint, same_run
+from thoughtbubbles.train.resume import describe, find_checkpoint, same_run, same_settings
 from thoughtbubbles.train.start import build_model, own_folder
-from thoughtbubbles.train.state import Checkpoints, SaveError, clean, folder_name, restore, set_aside
+from thoughtbubbles.train.state import Checkpoints, SaveError, clean, folder_name, read_state, restore, set_aside
 from thoughtbubbles.train.validation import mix, samples, validation_losses
 from thoughtbubbles.train.watch import Watch
 
@@ -88,6 +88,8 @@ class Trainer:
         self.log = Log(self.folder, config.log, name=config.name, steps=config.steps, is_first=world.is_first)
         found = world.first(lambda: find_checkpoint(self.folder, resume=resume, say=self.log.say))
         self.precision = find_precision(config.compute, world.device.type)
+        if found is not None:
+            same_settings(read_state(found), found, config, precision=self.precision)  # before anything is written
         self.data = RunData(config, world)
         state = None
         self.warmup = warmup_steps(config.optim, config.steps)
@@ -147,14 +149,19 @@ class Trainer:
                         speed.pause(self.done * config.tokens_per_step)
                     else:
                         self._round(speed)
-            watch.close()
-            self._report_failed_save(final=True)
+                watch.close()
+                self._report_failed_save(final=True)  # a signal now must not end the process before it is written
             finished = self.done == config.steps
             if not finished:
                 go_on = f"thoughtbubbles train --resume {self.folder}"
                 self.log.say(f"stopped after step {self.done}; go on with: {go_on}")
             checkpoint = self.folder / folder_name(self.done)
             return Result(self.folder, checkpoint, self.done, finished, self.held_out, self._signal)
+        except Exception:
+            if not self.world.is_distributed:  # the other ranks, which would have to take part, are ended
+                with suppress(Exception):
+                    self.checkpoints.finish()  # what was begun before this went wrong
+            raise
         finally:
             with suppress(Exception):  # what went wrong is on its way already
                 self._note_unread(speed)

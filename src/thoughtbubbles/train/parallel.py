@@ -87,11 +87,12 @@ def find_device(wanted: str) -> str:
 
 
 def find_precision(compute: ComputeConfig, device: str) -> str:
-    if compute.precision != "auto":
-        if compute.precision == "float64" and device == "mps":
-            raise ValueError("--compute.precision float64: mps has none; take cpu")
-        return compute.precision
-    return "bf16" if device == "cuda" else "float32"
+    if compute.precision == "float64" and device == "mps":
+        raise ValueError("--compute.precision float64: mps has none; take cpu")
+    found = ("bf16" if device == "cuda" else "float32") if compute.precision == "auto" else compute.precision
+    if compute.residual == "bf16" and found != "bf16":
+        raise ValueError("--compute.residual bf16: goes with --compute.precision bf16 only")
+    return found
 
 
 @contextmanager
@@ -120,8 +121,6 @@ def parallelize(model: Thoughtbubbles, world: World, compute: ComputeConfig) -> 
     """In place; parameter names stay what they are."""
     device = world.device.type
     if compute.residual == "bf16":
-        if find_precision(compute, device) != "bf16":
-            raise ValueError("--compute.residual bf16: goes with --compute.precision bf16 only")
         model.stream_dtype = torch.bfloat16
     if compute.recompute:
         for block in model.blocks:

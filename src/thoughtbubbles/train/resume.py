@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from thoughtbubbles import __version__
-from thoughtbubbles.checkpoint import checkpoints
+from thoughtbubbles.checkpoint import STATE, checkpoints
 from thoughtbubbles.files import named, read_object, short_name, write_json
 from thoughtbubbles.train.config import RunConfig, differences
 from thoughtbubbles.train.fields import from_record
@@ -64,21 +64,30 @@ def same_run(folder: Path, config: RunConfig, *, precision: str, fingerprints: l
     """The state of a checkpoint, if it belongs to this run; its `warmup_steps` are those that the run began with, its
     `milestones` those of all its lengths."""
     state = read_state(folder)
+    same_settings(state, folder, config, precision=precision)
+    if state.data != fingerprints:
+        raise _another_run(folder, [f"the data was {_in_words(state.data)}, is {_in_words(fingerprints)}"])
+    before = from_record(RunConfig, state.config, where=str(folder / STATE))
+    warmup = warmup_steps(before.optim, before.steps) if state.warmup_steps is None else state.warmup_steps
+    _check_length(folder, before, config, done=state.step, warmup=warmup)
+    return replace(state, warmup_steps=warmup, milestones=sorted({*(state.milestones or ()), *before.milestone_steps}))
+
+
+def same_settings(state: State, folder: Path, config: RunConfig, *, precision: str) -> None:
+    """Refuses a checkpoint of a run with other settings."""
     now = json.loads(json.dumps(config.as_dict()))
     changed = differences({**state.config, "tokens": now["tokens"]}, now)
     if state.precision != precision:
         changed.append(f"the precision was {state.precision}, is {precision}: see --compute.precision")
-    if state.data != fingerprints:
-        changed.append(f"the data was {_in_words(state.data)}, is {_in_words(fingerprints)}")
     if changed:
-        raise ValueError(
-            f"{folder} belongs to another run: {'; '.join(changed)}. Resume with the settings of before "
-            f"(thoughtbubbles train --resume {folder.parent} reads them), or begin a new run with --init-from"
-        )
-    before = from_record(RunConfig, state.config, where=str(folder / "state.json"))
-    warmup = warmup_steps(before.optim, before.steps) if state.warmup_steps is None else state.warmup_steps
-    _check_length(folder, before, config, done=state.step, warmup=warmup)
-    return replace(state, warmup_steps=warmup, milestones=sorted({*(state.milestones or ()), *before.milestone_steps}))
+        raise _another_run(folder, changed)
+
+
+def _another_run(folder: Path, changed: list[str]) -> ValueError:
+    return ValueError(
+        f"{folder} belongs to another run: {'; '.join(changed)}. Resume with the settings of before "
+        f"(thoughtbubbles train --resume {folder.parent} reads them), or begin a new run with --init-from"
+    )
 
 
 def _check_length(folder: Path, before: RunConfig, now: RunConfig, *, done: int, warmup: int) -> None:

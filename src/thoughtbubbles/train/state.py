@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.tensor import DTensor
 
-from thoughtbubbles.checkpoint import checkpoints, write_model
+from thoughtbubbles.checkpoint import STATE, checkpoints, write_model
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.files import (
     MANIFEST,
@@ -89,7 +89,7 @@ class Checkpoints:
         def begin() -> None:
             partial_folder(folder)
             write_model(partial / "model", model.config, staged.weights, tokenizer=self.tokenizer)
-            write_json(partial / "state.json", staged.facts)
+            write_json(partial / STATE, staged.facts)
             (partial / "optimizer").mkdir()
 
         def end() -> None:
@@ -180,7 +180,7 @@ def checkpoint_damage(folder: Path) -> str | None:
     Torch's reader takes every safetensors file that lies in a folder, so each of them must be in the manifest.
     """
     read = {path.relative_to(folder).as_posix() for part in PARTS for path in (folder / part).glob("*.safetensors")}
-    wrong = damage(folder, required=("state.json", "model/config.json", "model/model.safetensors", *sorted(read)))
+    wrong = damage(folder, required=(STATE, "model/config.json", "model/model.safetensors", *sorted(read)))
     if wrong is not None:
         return wrong
     try:
@@ -203,7 +203,7 @@ def set_aside(run: Path, step: int) -> None:
 
 
 def read_state(folder: Path) -> State:
-    path = folder / "state.json"
+    path = folder / STATE
     found = read_object(path, remedy="take an earlier checkpoint")
     known: dict[str, Any] = {name: found.get(name) for name in State.__dataclass_fields__}
     wrong = [name for name in ("step", "updates", "skipped_in_a_row") if not _is_count(known[name])]

@@ -42,7 +42,7 @@ def samples(
     if settings.sample_tokens == 0 or tokenizer.size > config.model.vocab_size or limit < 2:
         return
     given = [tokenizer.encode(prompt) or [tokenizer.end_of_text] for prompt in settings.prompts]
-    for index, prompt in enumerate(given or data.beginnings()):
+    for index, prompt in enumerate(given or data.beginnings):
         ids = prompt[: limit - 1] if given else prompt[: max(1, limit // 2)]
         request = Request(
             prompt=ids,
