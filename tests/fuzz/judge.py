@@ -74,9 +74,14 @@ def _refusal(case: Case, error: BaseException) -> Outcome:
         wrong = "a message of several lines"
     elif len(message) > LONGEST:
         wrong = "a message of more than a thousand characters"
-    elif not any(name in message for name in case.names):
+    elif not any(names(name, message) for name in case.names):
         wrong = "a message that does not name its input"
     return Outcome("refused") if wrong is None else Outcome("finding", wrong, where(error), message[:300])
+
+
+def names(name: str, message: str) -> bool:
+    """As a word of its own: "stop" does not name `top`."""
+    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message) is not None
 
 
 def _acceptance(case: Case, found: Any, expected: Any) -> Outcome:

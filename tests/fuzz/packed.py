@@ -8,7 +8,9 @@ import os
 import pickle
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -98,8 +100,10 @@ def mutate_npz(rng: Random, data: bytes, mutate: Callable[[bytes], bytes]) -> by
     elif how < 0.6:
         new = rng.choice(["../x.npy", "/x.npy", "x", "wte.npy", "a.b.npy", "é.npy", "wte/value.npy", "params/wte.npy"])
         members[new] = members.pop(name) if rng.random() < 0.5 else members[name]
-    elif how < 0.7:
+    elif how < 0.65:
         del members[name]
+    elif how < 0.7:
+        return _liar(rng, members, name)
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", packing) as file:
         for member, content in members.items():
@@ -110,6 +114,27 @@ def mutate_npz(rng: Random, data: bytes, mutate: Callable[[bytes], bytes]) -> by
         at = whole.find(mark, rng.randrange(len(whole))) + rng.randrange(4, 30)
         whole = whole[:at] + bytes([rng.choice([0, 1, 8, 9, 99, 255])]) + whole[at + 1 :]
     return whole if how < 0.7 or how >= 0.85 else mutate(whole)
+
+
+def _liar(rng: Random, members: dict[str, bytes], name: str) -> bytes:
+    """One member has two GiB in it, and claims to have what it had; the directory, where it does, is written last."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as file:
+        for member, content in members.items():
+            info = zipfile.ZipInfo(member)
+            file.writestr(info, _many_zeros(2048) if member == name else content)
+            if member == name:
+                info.compress_type, info.file_size = zipfile.ZIP_DEFLATED, len(content)
+                info.CRC = rng.choice([info.CRC, zlib.crc32(bytes(len(content)))])
+    return packed.getvalue()
+
+
+@cache
+def _many_zeros(mebibytes: int) -> bytes:
+    """Deflated, without deflating them all: every mebibyte of them is the same bytes."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    one = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
+    return one * mebibytes + packer.flush()
 
 
 def _mutate_npy(rng: Random, array: bytes) -> bytes:

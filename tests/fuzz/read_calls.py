@@ -68,7 +68,7 @@ def requests(folder: Path) -> Sequence[CallBase]:
     ids = {**base, "prompt": [1, 2, 3], "stop": ()}
     reason = "another request has another answer"
     return [
-        CallBase(arguments=given, call=ask, nasty=nasty, names=("request",), reason=reason)
+        CallBase(arguments=given, call=ask, nasty=nasty, reason=reason)
         for given, nasty in ((base, PLAIN), (ids, PLAIN), (base, ANYTHING), (ids, ANYTHING))
     ]
 
@@ -85,21 +85,22 @@ def calls(folder: Path) -> Sequence[CallBase]:
         return repr([None if value is None else tuple(getattr(value, "shape", ())) for value in found])
 
     def decode(given: dict[str, Any]) -> str:
-        """A step from a cache: one of the arguments is for `prefill`, which makes it, or in its place."""
+        """A step from a cache, in more room: `prefill` makes it, unless there is one among the arguments."""
         with torch.no_grad():
-            _, cache = prefill(model, given.get("ids"), lengths=given.get("lengths"), budget=given.get("budget"))
-            prediction, _ = decode_step(
-                model, other if (other := given.get("cache")) is not None else cache, given.get("token")
-            )
+            first = {name: given[name] for name in ("ids", "lengths", "budget", "capacity")}
+            _, cache = prefill(model, **first)
+            cache = cache.grown(SMALL, given["room"])
+            prediction, _ = decode_step(model, cache if given["cache"] is None else given["cache"], given["token"])
         return repr(prediction.logits.argmax(-1).tolist())
 
     arguments = {"ids": ids, "targets": ids, "lengths": [3, 2], "budget": 1.5, "selection": "causal"}
     arguments |= {"budget_mode": "proportional", "want": ("log_probs",), "trace": False}
     stepping = {"ids": ids, "lengths": [3, 2], "budget": 1.5, "token": torch.tensor([7, 8]), "cache": None}
+    stepping |= {"capacity": 4, "room": 9}
     reason = "another call has another answer"
     return [
-        CallBase(arguments=arguments, call=forward, nasty=ANYTHING, names=SMALL_FIELDS, reason=reason),
-        CallBase(arguments=stepping, call=decode, nasty=ANYTHING, names=SMALL_FIELDS, reason=reason),
+        CallBase(arguments=arguments, call=forward, nasty=ANYTHING, reason=reason),
+        CallBase(arguments=stepping, call=decode, nasty=ANYTHING, reason=reason),
         CallBase(
             arguments={"budget": "1.5"},
             call=lambda given: repr(Budget.of(given.get("budget"))),
@@ -116,11 +117,16 @@ def calls(folder: Path) -> Sequence[CallBase]:
 
 
 SMALL_FIELDS = tuple(asdict(SMALL))
+EMPTY, READ = "an empty cache", "a cache that has read"  # each call has its own
+WITHIN = ("ids", "targets", "lengths")  # as the model itself calls what Hugging Face calls otherwise
 
 
 def hf(folder: Path) -> Sequence[CallBase]:
-    """The config.json of a folder as transformers hands it over."""
-    from thoughtbubbles.interop.hf_config import ThoughtbubblesConfig
+    """The config.json of a folder as transformers hands it over, and calls of the model, with a cache and without."""
+    from thoughtbubbles.interop.hf import ThoughtbubblesCache, ThoughtbubblesConfig, ThoughtbubblesForCausalLM
+
+    torch.manual_seed(0)
+    model = ThoughtbubblesForCausalLM(ThoughtbubblesConfig.of(SMALL)).eval()
 
     written = {**asdict(SMALL), "fork_layers": [1], "n_ids": 257, "use_cache": None, "eos_token_id": 256}
     names = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 16}
@@ -131,11 +137,40 @@ def hf(folder: Path) -> Sequence[CallBase]:
         )
         return repr((found.core(), found.n_ids, found.use_cache, found.eos_token_id))
 
+    def call(given: dict[str, Any]) -> str:
+        given = {name: value for name, value in given.items() if name.isidentifier() and len(name) < 100}
+        with torch.no_grad():
+            if given["past_key_values"] is EMPTY:
+                given["past_key_values"] = ThoughtbubblesCache()
+            elif given["past_key_values"] is READ:
+                given["past_key_values"] = model(ids, use_cache=True).past_key_values
+            found = model(**given)
+        logits = found[0] if isinstance(found, tuple) else found.logits
+        return repr(None if logits is None else tuple(logits.shape))
+
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    alone = {"input_ids": ids, "attention_mask": mask, "labels": ids, "use_cache": None, "logits_to_keep": 2}
+    alone |= {"num_items_in_batch": 4, "budget": 1.5, "return_dict": None, "past_key_values": None}
+    cached = {"labels": None, "use_cache": True, "past_key_values": EMPTY}
     reason = "another config describes another model"
     return [
+        *(
+            CallBase(arguments={**alone, **changed}, call=call, nasty=ANYTHING, names=WITHIN, reason="another call")
+            for changed in ({}, {"labels": None}, cached, {**cached, "past_key_values": READ})
+        ),
         CallBase(arguments=written, call=make, nasty=PLAIN, may_lack=True, reason=reason),
         CallBase(arguments=names, call=make, nasty=PLAIN, names=SMALL_FIELDS, may_lack=True, reason=reason),
     ]
+
+
+UNNAMED = ("model", "prompt", "source", "file or folder")  # what the word without an option is, as messages call it
+
+
+def forms(option: str) -> list[str]:
+    """As a message may write an option: --max-new, max-new, the field's name; or of several values the wrong one."""
+    bare = option.lstrip("-")
+    return [option, bare, bare.replace("-", "_"), bare.removesuffix("s")]
 
 
 def commands(folder: Path) -> Sequence[CallBase]:
@@ -150,11 +185,16 @@ def commands(folder: Path) -> Sequence[CallBase]:
     (folder / "piqa.validation.jsonl").write_text('{"goal": "Open it", "sol1": "Turn.", "sol2": "Eat.", "label": 0}')
 
     def run(given: dict[str, Any], out: Path | None) -> str:
+        """What it prints; what it says of a mistake, without its own name."""
         words = [part for name, value in given.items() for part in (name, str(value)) if part and "\0" not in part]
         last = [] if out is None else ["--out", str(out)]  # the last one counts: nothing is written elsewhere
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            cli.main([*words, *last])
-        return ""
+        with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()):
+            try:
+                cli.main([*words, *last])
+            except SystemExit as error:
+                error.code = error.code.partition(": ")[2] if isinstance(error.code, str) else error.code
+                raise
+        return printed.getvalue()
 
     nowhere = Path("/dev/null/x")
     verbs: list[tuple[dict[str, Any], Path | None]] = [
@@ -165,7 +205,14 @@ def commands(folder: Path) -> Sequence[CallBase]:
             None,
         ),
         (
-            {"eval": "--tasks=piqa", "--checkpoint": model, "--data-dir": folder, "--limit": 1, "--windows": 1}
+            {
+                "eval": "--fresh",
+                "--tasks": "piqa",
+                "--checkpoint": model,
+                "--data-dir": folder,
+                "--limit": 1,
+                "--windows": 1,
+            }
             | {"--budget": 1.5, "--device": "cpu", "--batch-tokens": 64},
             folder / "results",
         ),
@@ -187,7 +234,7 @@ def commands(folder: Path) -> Sequence[CallBase]:
             arguments=given,
             call=lambda given, out=out: run(given, out),
             nasty=short,
-            names=("thoughtbubbles",),
+            names=[*UNNAMED, str(nowhere), *(form for name in list(given)[1:] for form in forms(name))],
             reason="another command does something else",
             is_refused=out is nowhere,
         )

@@ -159,7 +159,8 @@ def cards(folder: Path) -> Sequence[FileBase]:
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     evaluate(folder / "data", model)
     files = gather(run)
-    assert any(name.endswith("results.json") for name in files)
+    [results] = [json.loads(content) for name, content in files.items() if name.endswith("results.json")]
+    assert results["budgets"]["others"]["2"]["tasks"]
     export = {name: files[f"step-00000080/model/{name}"] for name in ("config.json", WEIGHTS)}
     export |= {"modeling_thoughtbubbles.py": b"", "README.md": CARD}
     reason = "numbers of a run have no checksum"
@@ -187,7 +188,7 @@ The numbers below are those of the float32 weights.
 
 
 def evaluate(data: Path, model: Path) -> None:
-    """A perplexity and a benchmark, by the command."""
+    """A perplexity and a benchmark under two budgets, by the command."""
     from thoughtbubbles import cli
     from thoughtbubbles.data.synthetic import write_synthetic
 
@@ -197,7 +198,7 @@ def evaluate(data: Path, model: Path) -> None:
     )
     words = ["eval", "--checkpoint", model, "--tasks", "perplexity", "piqa", "--data", data, "--data-dir", data]
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        cli.main([*map(str, words), "--windows", "1", "--device", "cpu"])
+        cli.main([*map(str, words), "--windows", "1", "--device", "cpu", "--budget", "1", "2"])
 
 
 def written(path: Path) -> str:

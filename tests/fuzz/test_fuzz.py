@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from cases import SUBJECT
+from judge import names
 from mutate import Files
 from readers import NAMES, make_reader
 
@@ -57,6 +58,18 @@ def test_many_inputs(reader):
     assert numbers["refused"] + sum(numbers["changed"].values()) > numbers["inputs"] / 5
 
 
+def test_commands_can_be_found_out(tmp_path):
+    """What they print is compared, and their own name before a message names nothing."""
+    inspect, *_ = make_reader("commands", tmp_path).bases
+    printed = inspect.unchanged().run(tmp_path)
+    assert "streams" in printed
+    assert inspect.call({**inspect.arguments, "--tokens": 9}) != printed
+    with pytest.raises(SystemExit) as error:
+        inspect.call({**inspect.arguments, "--rows": -1})
+    assert str(error.value.code).startswith("--rows -1: ")
+    assert not any(names(name, "thoughtbubbles inspect: something is wrong") for name in inspect.names)
+
+
 # The fuzzer itself
 
 FOUND_OUT = {
@@ -68,6 +81,7 @@ FOUND_OUT = {
     "lines": "a message of several lines",
     "long": "a message of more than a thousand characters",
     "unnamed": "a message that does not name its input",
+    "part": "a message that does not name its input",
     "warning": "a warning",
     "pickle": "a pickle was executed",
     "blind": "a change that a checksum should have shown",

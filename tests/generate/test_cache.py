@@ -203,6 +203,13 @@ def test_crop_leaves_at_least_one_token(model, keep):
         (lambda cache: cache.streams(-1), "n_tokens = -1"),
         (lambda cache: cache.streams(True), "n_tokens = True"),
         (lambda cache: cache.streams(10**12), "n_tokens = 1000000000000"),
+        *(
+            (
+                lambda cache, n=n: cache.grown(small_config(), n),
+                f"capacity = {n!r}: give a whole number from 6, .* to bl",
+            )
+            for n in ("8", None, True, 8.0, -1, 0, 5, 17, 10**12)
+        ),
     ],
 )
 def test_wrong_kinds_are_refused(model, call, words):
@@ -244,6 +251,17 @@ def test_a_grown_cache_shares_nothing_and_fits_its_own_budgets(model):
     found, _ = going_on(model, grown, random_ids(model.config, 3, 4))
     assert torch.equal(found, expected)
     assert grown.memory().total < cache.memory().total
+
+
+def test_a_cache_can_be_made_as_small_as_what_it_holds(model):
+    """No slot too few: all of a row's streams, their levels too, move into storage that they fill to the last one."""
+    _, cache = started(model, budget=8)
+    full = cache.crop(4).grown(model.config, 4)
+    assert full.capacity == 4
+    assert_same_state(full, 0, cache.crop(4), 0)
+    found, _ = going_on(model, full.grown(model.config, 10), random_ids(model.config, 3, 4))
+    expected, _ = going_on(model, cache.crop(4), random_ids(model.config, 3, 4))
+    assert torch.equal(found, expected)
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

@@ -476,9 +476,11 @@ def test_only_bad_requests_and_none_at_all(model):
 
 def test_budgets_that_are_no_limit():
     """Allowed wherever a budget can be given; whoever shows budgets to people can tell them."""
+    idle = "budget = {}: this model has no fork layers, so a budget changes nothing"
+    assert budget_remark(small_config(fork_layers=(), merge="original", copies=3), 3) == idle.format(3)
     for forks, budget, said in (
-        ((), 2, "budget = 2: this model has no fork layers, so a budget changes nothing"),
-        ((), 1, None),
+        ((), 2, idle.format(2)),
+        ((), 1, idle.format(1)),
         ((2,), 2, None),
         ((2,), "5/2", "budget = 5/2: 1 fork layer make at most 2 streams per token, so this is no limit"),
         ((1, 2), 3.9, None),

@@ -3,6 +3,7 @@
 import io
 import json
 import struct
+import tracemalloc
 import zipfile
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 from thoughtbubbles.cli import main
 from thoughtbubbles.interop.authors import import_model
+from thoughtbubbles.interop.authors_files import read_npz
 
 PLAN = ["regular", "fork"]
 SETTINGS = {"n_head": 2, "n_embd": 8, "vocab_size": 11, "plan": PLAN, "bias": True}
@@ -138,6 +140,40 @@ def test_a_bomb_is_not_unpacked(tmp_path, kind):
     n = 1 << 22
     packed(tmp_path / "params.npz", "wte", header((n // 8, 2)) + bytes(n), kind=kind)
     assert "its arrays claim 4,19" in refusal(tmp_path / "params.npz", **OPTIONS)
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_bomb_that_claims_to_be_small_is_not_unpacked(tmp_path, kind):
+    """The directory, which is what is read, is written last: by then the member claims fewer bytes than it has."""
+    honest, size = header((16, 2)) + bytes(128), 1 << 26
+    with zipfile.ZipFile(tmp_path / "params.npz", "w", kind) as archive:
+        archive.writestr("wte.npy", honest + bytes(size))
+        archive.getinfo("wte.npy").file_size = len(honest)
+    tracemalloc.start()
+    try:
+        told = refusal(tmp_path / "params.npz", **OPTIONS)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (
+        "Bad CRC-32" if kind == zipfile.ZIP_DEFLATED else f"wte.npy is packed by method {kind}: write it by"
+    ) in told
+    assert peak < size / 4
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_arrays_of_several_pieces(tmp_path, kind):
+    """All of it, and with its checksum: a member that changes or lacks a byte in its last piece is refused."""
+    array = np.random.default_rng(0).normal(size=(3 << 18, 1)).astype(np.float32)
+    content = header(array.shape) + array.tobytes()
+    packed(tmp_path / "a.npz", "wte", content, kind=kind)
+    assert np.array_equal(read_npz(tmp_path / "a.npz")["wte"], array)
+    packed(tmp_path / "b.npz", "wte", content, kind=kind)
+    with zipfile.ZipFile(tmp_path / "b.npz", "a") as archive:
+        archive.getinfo("wte.npy").CRC ^= 1
+        archive.writestr("more.npy", content)  # so that the directory is written anew
+    with pytest.raises(zipfile.BadZipFile, match="Bad CRC-32"):
+        read_npz(tmp_path / "b.npz")
 
 
 def test_arrays_that_shrink_well_are_read(tmp_path, tree):

@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from hf_models import CACHED, pair, slow_but
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import Trainer, TrainingArguments
 
 from helpers import SAME_ROW, random_ids
@@ -49,6 +51,28 @@ def test_an_evaluation_pays_nothing_for_a_cache_it_does_not_use(causal):
     hook.remove()
     assert (len(calls), cache.state) == (1, None)
     assert (cache.get_seq_length(), cache.batch_size, cache.is_initialized) == (9, 2, True)
+
+
+class Counting(TorchFunctionMode):
+    """How often a function of torch is called."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.calls = function, 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.calls += function is self.function
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("use_cache", [None, False, True])
+def test_a_mask_is_taken_apart_once(causal, use_cache):
+    """Which is told by the one `argmax` that this takes; every time a GPU has to be waited for."""
+    model, core = causal
+    ids, mask = random_ids(core.config, 2, 4), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    with Counting(Tensor.argmax) as counted:
+        model(ids, attention_mask=mask, use_cache=use_cache)
+    assert counted.calls == 1
 
 
 def test_when_a_call_returns_a_cache(tmp_path, causal):
@@ -129,6 +153,23 @@ def test_a_cache_that_is_not_read_yet_can_do_all_that_one_can(causal):
         torch.testing.assert_close(model(ids[:, 8:], past_key_values=cache).logits, whole, atol=SAME_ROW, rtol=0)
         cache.reset()
         assert (cache.get_seq_length(), len(cache), cache.is_initialized) == (0, 0, False)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_columns_of_padded_rows_are_forgotten(causal, is_read):
+    """Padding is a column, and no token: a row with more of it has fewer tokens left."""
+    model, core = causal
+    ids = random_ids(core.config, 3, 12)
+    mask = (torch.arange(12) >= torch.tensor([[0], [4], [2]])).long()
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask, use_cache=False).logits
+        last = {"logits_to_keep": 1, "use_cache": True} if is_read else {}
+        cache = model(ids[:, :10], attention_mask=mask[:, :10], **last).past_key_values
+        assert (cache.state is not None) == is_read
+        cache.crop(-3)
+        assert cache.get_seq_length() == 7
+        found = model(ids[:, 7:], attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(found, whole[:, 7:], atol=SAME_ROW, rtol=0)
 
 
 def test_what_a_cache_answers_to_code_that_knows_layers(causal):

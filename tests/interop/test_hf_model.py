@@ -237,6 +237,8 @@ def test_logits_to_keep(tmp_path):
         every = model(ids).logits
         torch.testing.assert_close(model(ids, logits_to_keep=1).logits, every[:, -1:], atol=SAME_ROW_FLOAT32, rtol=0)
         assert torch.equal(model(ids, logits_to_keep=3).logits, every[:, -3:])
+        assert torch.equal(model(ids, logits_to_keep=2**63).logits, every)  # more than there are
+        assert torch.equal(model(ids, logits_to_keep=torch.tensor([-1, 0])).logits, every[:, [-1, 0]])
         assert torch.equal(model(ids, logits_to_keep=torch.tensor([0, 4])).logits, every[:, [0, 4]])
         as_tuple = model(ids, return_dict=False)
     assert isinstance(as_tuple, tuple)
@@ -262,7 +264,7 @@ def test_a_budget_for_one_call(tmp_path):
         ({"attention_mask": [[1, 1], [1, 1]]}, r"input_ids have shape \(2, 4\)"),
         ({"attention_mask": [[[[1]]]]}, r"attention_mask of shape \(1, 1, 1, 1\)"),
         ({"labels": [[1, 1], [1, 1]]}, r"shape \(2, 4\)"),
-        ({"labels": [1, 1, 1, 1]}, r"input_ids have shape \(2, 4\), labels \(4,\)"),
+        ({"labels": [1, 1, 1, 1]}, r"labels of shape \(4,\) and torch.int64"),
         ({"labels": [[1, 1, 1, 99], [1, 1, 1, 1]]}, "targets has 99"),
         ({"position_ids": [[0, 1, 2, 3]] * 2}, "positions follow from the attention mask"),
         ({"inputs_embeds": [[0.0]]}, "give input_ids"),
@@ -283,6 +285,29 @@ def test_bad_input(tmp_path, no_shape_checks, given, message):
     given = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in given.items()}
     with pytest.raises(ValueError, match=message):
         model(**{"input_ids": torch.tensor([[1, 2, 3, 4]] * 2), **given})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("input_ids", value) for value in ([[1, 2]], torch.zeros(0, 4), torch.tensor([1, 2]), torch.ones(2, 4))),
+        *(("attention_mask", value) for value in ([[1, 1, 1, 1]] * 2, True, torch.ones(8), torch.ones(2, 4, 1))),
+        *(("labels", value) for value in ([[1, 2, 3, 4]] * 2, "x", torch.ones(2, 4), torch.ones(2, 4).bool())),
+        *(("logits_to_keep", value) for value in ("x", 2.5, -1, True, None, [1], torch.tensor(1), torch.tensor([0.0]))),
+        *(("logits_to_keep", torch.tensor(value)) for value in ([True, False, True, True], [4], [-5])),
+        *((name, value) for name in ("use_cache", "return_dict") for value in ("no", 0, 1, [], torch.tensor(True))),
+        *(("past_key_values", value) for value in (3, [], ((torch.ones(1),),), DynamicCache())),
+        *(("num_items_in_batch", value) for value in ("x", True, [4], 10**30, -1, float("nan"), torch.ones(2))),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+@pytest.mark.usefixtures("no_shape_checks")
+def test_wrong_kinds_name_their_argument(tmp_path, name, value):
+    model, _ = pair(tmp_path / "model", "causal")
+    for others in ({}, {"use_cache": False}, {"use_cache": True}, {"labels": torch.tensor([[1, 2, 3, 4]] * 2)}):
+        with pytest.raises(ValueError, match=f"^{name} (=|is|of) ") as error:
+            model(**{"input_ids": torch.tensor([[1, 2, 3, 4]] * 2), **others, name: value})
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])

@@ -91,6 +91,15 @@ def test_too_many_digits():
         Budget.of(f"{10**60 + 1}/{10**60}").check_range(512)
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 512])
+def test_the_bound_is_that_of_integers_on_the_device(tokens):
+    most = (2**63 - 1) // tokens
+    Budget.of(str(most)).check_range(tokens)
+    assert Budget.of(str(most)).floor(torch.tensor([[tokens]])).item() == most * tokens
+    with pytest.raises(ValueError, match=f"budget is too large or has too many digits for {tokens} tokens"):
+        Budget.of(str(most + 1)).check_range(tokens)
+
+
 def test_from_the_largest_bubble_on_there_is_no_limit():
     config = small_config(fork_layers=(1, 3))
     assert [config.is_unlimited(r) for r in (1, 3.99, 4, 4.01, 10**9)] == [False, False, True, True, True]

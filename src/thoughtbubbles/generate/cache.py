@@ -115,7 +115,16 @@ class Cache(NamedTuple):
         )
 
     def grown(self, config: ModelConfig, capacity: int) -> "Cache":
-        """All that it holds, in new storage for `capacity` tokens a row; the slot that nobody reads stays behind."""
+        """All that it holds, in new storage for `capacity` tokens a row; the slot that nobody reads stays behind.
+
+        The budgets size that storage, so a GPU has to be waited for in any case.
+        """
+        held = int(self.n_tokens.max())
+        if not is_whole(capacity) or not held <= capacity <= config.block_size:
+            raise ValueError(
+                f"capacity = {brief(capacity)}: give a whole number from {held}, the tokens that it holds, "
+                f"to block_size = {config.block_size}"
+            )
         budget = Budget(tuple(self.numerator.tolist()), tuple(self.denominator.tolist()))
         key = self.spans[0].key
         fresh = new_cache(config, rows=self.rows, capacity=capacity, budget=budget, dtype=key.dtype, device=key.device)

@@ -218,10 +218,10 @@ def budget_problem(config: ModelConfig, budget: Number) -> str | None:
 
 def budget_remark(config: ModelConfig, budget: Number) -> str | None:
     """What a person who asked for this budget should know: that it is no limit, because nothing reaches it."""
-    if not config.is_unlimited(budget) or Budget.of(budget) == Budget.of(config.max_bubble):
-        return None
     if not config.fork_layers:
         return f"budget = {budget}: this model has no fork layers, so a budget changes nothing"
+    if not config.is_unlimited(budget) or Budget.of(budget) == Budget.of(config.max_bubble):
+        return None
     layers = f"{len(config.fork_layers)} fork layer{'s' * (len(config.fork_layers) > 1)}"
     return f"budget = {budget}: {layers} make at most {config.max_bubble} streams per token, so this is no limit"
 

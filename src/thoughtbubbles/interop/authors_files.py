@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import ZipFile, ZipInfo
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ PLAIN = ("params.npz", "params.safetensors")
 GUIDE = "docs/guides/authors-checkpoints.md"
 GIVE = "give the folder of a checkpoint, or a file of its arrays"
 MOST_PACKED = 100  # times its own size that a file's arrays may claim; weights hardly shrink
+PIECE = 1 << 20  # bytes of an array that are unpacked at a time
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -95,16 +96,34 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_member(archive: ZipFile, member: ZipInfo) -> np.ndarray:
-    data = BytesIO(archive.read(member))
+    data = _unpacked(archive, member)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of headers that Python 2 wrote
         shape, _, dtype = HEADERS[np.lib.format.read_magic(data)](data)
-        left = member.file_size - data.tell()
+        left = data.getbuffer().nbytes - data.tell()
         if dtype.hasobject or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != left:
             raise ValueError(f"{member.filename} claims shape {shape} of {dtype}, and has {left:,} bytes")
         data.seek(0)
         array: np.ndarray = np.lib.format.read_array(data, allow_pickle=False)
         return array
+
+
+def _unpacked(archive: ZipFile, member: ZipInfo) -> BytesIO:
+    """No more than it claims to have, whatever it has: asked for all of it, zipfile unpacks first and cuts then.
+
+    Asked for a piece of a deflated member, it stops there; of other kinds of packing, it does not. What is read is held
+    against the checksum by zipfile, with the last piece.
+    """
+    if member.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
+        raise ValueError(
+            f"{member.filename} is packed by method {member.compress_type}: write it by np.savez or np.savez_compressed"
+        )
+    data = BytesIO()
+    with archive.open(member) as file:
+        while piece := file.read(min(PIECE, member.file_size - data.tell())):
+            data.write(piece)
+    data.seek(0)
+    return data
 
 
 def read_orbax(folder: Path) -> Mapping[str, Any]:

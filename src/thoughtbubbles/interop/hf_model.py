@@ -25,6 +25,7 @@ from thoughtbubbles.interop.hf_refusals import (
     of_columns,
     refuse,
     refuse_caching,
+    refuse_kinds,
     refuse_labels_behind_padding,
     refuse_parts,
     refuse_recomputation,
@@ -148,16 +149,24 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         """
         refuse({name: getattr(self.config, name, None) for name in OUTPUTS} | unused)
         refuse_parts(getattr(self, "hf_device_map", {}))
-        if input_ids is None:
-            raise ValueError("input_ids is missing: give a tensor of ids (batch, tokens)")
+        refuse_kinds(
+            input_ids,
+            attention_mask=attention_mask,
+            labels=labels,
+            past_key_values=past_key_values,
+            switches={"use_cache": use_cache, "return_dict": return_dict},
+            logits_to_keep=logits_to_keep,
+            num_items=num_items_in_batch,
+        )
+        assert input_ids is not None
         if use_cache or (use_cache is None and past_key_values is not None):
             out = self._cached(input_ids, attention_mask, past_key_values, labels, logits_to_keep, budget)
         else:
             if past_key_values is not None and past_key_values.get_seq_length() > 0:
                 raise ValueError("use_cache=False with past_key_values that have been read: leave one of them out")
-            out = self._parallel(input_ids, attention_mask, labels, logits_to_keep, num_items_in_batch, budget=budget)
+            padding = padding_of(attention_mask, input_ids)
+            out = self._parallel(input_ids, padding, labels, logits_to_keep, num_items_in_batch, budget=budget)
             if use_cache is None and labels is None and self._caches_unasked():
-                padding = None if attention_mask is None else Padding.of(attention_mask)
                 out.past_key_values = ThoughtbubblesCache()
                 out.past_key_values.hold(self.core, input_ids, padding, budget)
         wanted = self.config.return_dict if return_dict is None else return_dict
@@ -173,13 +182,12 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
     def _parallel(
         self,
         ids: Tensor,
-        attention_mask: Tensor | None,
+        padding: Padding | None,
         labels: Tensor | None,
         logits_to_keep: int | Tensor,
         num_items: int | Tensor | None,
         **options: Any,
     ) -> CausalLMOutputWithPast:
-        padding = None if attention_mask is None else Padding.of(of_columns("attention_mask", attention_mask, ids))
         targets = None if labels is None else F.pad(of_columns("labels", labels, ids), (0, 1), value=IGNORED)[:, 1:]
         if labels is not None and padding is not None and num_items is not None and self.training:
             refuse_labels_behind_padding(labels, padding.is_real)
@@ -213,11 +221,12 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         budget: BudgetLike | Budget | None,
     ) -> CausalLMOutputWithPast:
         cache = ThoughtbubblesCache() if cache is None else cache
-        refuse_caching(self.core.config, cache, labels)
-        if attention_mask is not None and attention_mask.shape[1] == cache.get_seq_length() + ids.shape[1]:
+        refuse_caching(self.core.config, labels)
+        past = cache.get_seq_length()
+        if attention_mask is not None and past > 0 and attention_mask.shape[1] == past + ids.shape[1]:
             Padding.of(attention_mask)  # no holes, those of the past included
             attention_mask = attention_mask[:, -ids.shape[1] :]
-        padding = None if attention_mask is None else Padding.of(of_columns("attention_mask", attention_mask, ids))
+        padding = padding_of(attention_mask, ids)
         last_enough = isinstance(logits_to_keep, int) and logits_to_keep == 1 and ends_in_tokens(padding)
         if cache.is_initialized or has_empty_row(padding) or (last_enough and not torch.is_grad_enabled()):
             logits = cache.read(self.core, ids, padding, budget)
@@ -225,7 +234,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
             return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
         # Reading into the cache tells the last token's logits only, and without gradients.
         rule = {"selection": "causal", "budget_mode": "proportional", "budget": budget}
-        out = self._parallel(ids, attention_mask, None, logits_to_keep, None, **rule)
+        out = self._parallel(ids, padding, None, logits_to_keep, None, **rule)
         cache.hold(self.core, ids, padding, budget)
         out.past_key_values = cache
         return out
@@ -307,6 +316,10 @@ class KnownIds(LogitsProcessor):
         return scores.index_fill(1, torch.arange(self.n_ids, scores.shape[1], device=scores.device), -math.inf)
 
 
+def padding_of(attention_mask: Tensor | None, ids: Tensor) -> Padding | None:
+    return None if attention_mask is None else Padding.of(of_columns("attention_mask", attention_mask, ids))
+
+
 def has_empty_row(padding: Padding | None) -> bool:
     return padding is not None and not torch.compiler.is_compiling() and not bool((padding.lengths > 0).all())
 
@@ -317,4 +330,6 @@ def ends_in_tokens(padding: Padding | None) -> bool:
 
 def kept(logits: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     """Of the last so many columns (all for 0), or of columns by number."""
-    return logits[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else logits[:, logits_to_keep]
+    if isinstance(logits_to_keep, int):
+        return logits[:, -min(logits_to_keep, logits.shape[1]) :]
+    return logits[:, logits_to_keep]

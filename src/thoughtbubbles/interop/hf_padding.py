@@ -22,11 +22,6 @@ class Padding(NamedTuple):
 
     @classmethod
     def of(cls, attention_mask: Tensor) -> "Padding":
-        if attention_mask.ndim != 2:
-            raise ValueError(
-                f"attention_mask of shape {tuple(attention_mask.shape)}: give (batch, tokens), 1 for tokens and 0 for "
-                "padding; who sees whom is the model's own business"
-            )
         is_real = attention_mask != 0
         column = torch.arange(is_real.shape[1], device=is_real.device)
         lengths, first = is_real.sum(1), is_real.int().argmax(1)[:, None]

@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from thoughtbubbles.interop.hf_cache import ThoughtbubblesCache
-from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.budget import brief
+from thoughtbubbles.model.config import ModelConfig, is_number, is_whole
 from thoughtbubbles.model.loss import IGNORED
 
 UNUSED = {
@@ -16,6 +17,14 @@ UNUSED = {
     "inputs_embeds": "a row of streams begins with ids: give input_ids",
     "output_attentions": "a model with forks has streams, not tokens, to attend to: use trace= of model.core",
     "output_hidden_states": "a model with forks has streams, not tokens, in its layers: use trace= of model.core",
+}
+
+IDS = (torch.int64, torch.int32)
+TENSORS = {
+    "input_ids": "give a tensor of ids (batch, tokens), at least one of each",
+    "attention_mask": "give a tensor (batch, tokens), 1 for tokens and 0 for padding; who sees whom is the model's own "
+    "business",
+    "labels": f"give a tensor of ids (batch, tokens), {IGNORED} where nothing is to be predicted",
 }
 
 CHECKPOINT_OPTIONS: dict[str, Callable[[Any], bool]] = {
@@ -32,6 +41,56 @@ def refuse(unused: dict[str, Any]) -> None:
     for name, value in unused.items():
         if value is not None and value is not False:
             raise ValueError(f"{name}: {UNUSED.get(name, 'this model has no such input; leave it out')}")
+
+
+def refuse_kinds(
+    input_ids: Any,
+    *,
+    attention_mask: Any,
+    labels: Any,
+    past_key_values: Any,
+    switches: Mapping[str, Any],
+    logits_to_keep: Any,
+    num_items: Any,
+) -> None:
+    """What is no tensor, number or cache where a call wants one; the model itself looks at the numbers in tensors."""
+    if input_ids is None:
+        raise ValueError(f"input_ids is missing: {TENSORS['input_ids']}")
+    for name, values in (("input_ids", input_ids), ("attention_mask", attention_mask), ("labels", labels)):
+        if values is None:
+            continue
+        if not isinstance(values, Tensor):
+            raise ValueError(f"{name} is a {type(values).__name__}: {TENSORS[name]}")
+        if values.ndim != 2 or 0 in values.shape or (name != "attention_mask" and values.dtype not in IDS):
+            raise ValueError(f"{name} of shape {tuple(values.shape)} and {values.dtype}: {TENSORS[name]}")
+    if past_key_values is not None and not isinstance(past_key_values, ThoughtbubblesCache):
+        raise ValueError(
+            f"past_key_values is a {type(past_key_values).__name__}: streams need a cache of their own; give what an "
+            "earlier call returned, or ThoughtbubblesCache()"
+        )
+    for name, value in switches.items():
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{name} = {brief(value)}: give True or False, or leave it out")
+    is_one = (
+        num_items.numel() == 1 if isinstance(num_items, Tensor) else is_number(num_items) and 0 <= num_items < 2**63
+    )
+    if num_items is not None and not is_one:
+        raise ValueError(f"num_items_in_batch = {brief(num_items)}: give the number of labels, or leave it out")
+    if not is_columns(logits_to_keep, input_ids.shape[1]):
+        raise ValueError(
+            f"logits_to_keep = {brief(logits_to_keep)}: give how many of the last columns, 0 for all, or a tensor of "
+            f"their numbers, from 0 to {input_ids.shape[1] - 1}"
+        )
+
+
+def is_columns(wanted: Any, n_columns: int) -> bool:
+    """How many of the last ones, or which; numbers on a GPU, which looking would make wait, are taken as they are."""
+    if not isinstance(wanted, Tensor):
+        return is_whole(wanted) and wanted >= 0
+    if wanted.ndim != 1 or wanted.dtype not in IDS:
+        return False
+    is_hidden = torch.compiler.is_compiling() or wanted.device.type != "cpu"
+    return is_hidden or all(-n_columns <= column < n_columns for column in wanted.tolist())
 
 
 def refuse_recomputation(options: Mapping[str, Any]) -> None:
@@ -61,16 +120,11 @@ def refuse_parts(device_map: Mapping[str, object]) -> None:
         )
 
 
-def refuse_caching(config: ModelConfig, cache: Any, labels: Tensor | None) -> None:
+def refuse_caching(config: ModelConfig, labels: Tensor | None) -> None:
     if torch.compiler.is_exporting():
         raise ValueError(
             "torch.export with a cache: how many streams a token takes depends on the text, so no exported graph can "
             "hold them; export with use_cache=False"
-        )
-    if not isinstance(cache, ThoughtbubblesCache):
-        raise ValueError(
-            f"past_key_values is a {type(cache).__name__}: streams need a cache of their own; give what an earlier "
-            "call returned, or ThoughtbubblesCache()"
         )
     if labels is not None:
         raise ValueError("labels with a cache: a loss needs gradients through all of a row, so give use_cache=False")
@@ -114,7 +168,7 @@ def refuse_labels_behind_padding(labels: Tensor, is_real: Tensor) -> None:
 
 
 def of_columns(name: str, values: Tensor, ids: Tensor) -> Tensor:
-    if values.shape != ids.shape and (values.ndim == 2 or name == "labels"):
+    if values.shape != ids.shape:
         raise ValueError(
             f"input_ids have shape {tuple(ids.shape)}, {name} {tuple(values.shape)}: give one number for each id"
         )

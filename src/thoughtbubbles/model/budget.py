@@ -5,7 +5,8 @@ ceil(1.1 · 50) is 56 and floor(1.15 · 100) is 114, one stream too many and one
 integers, and every cap is integer arithmetic, on the GPU too.
 
 A budget is at least 1. From `ModelConfig.max_bubble` on, the most that the fork layers can make of a token, no cap ever
-binds: such a budget is allowed wherever one can be given, and means no limit (`ModelConfig.is_unlimited`).
+binds: such a budget is allowed wherever one can be given, and means no limit (`ModelConfig.is_unlimited`). The one
+bound is that of integers on the device: the numerator times the block size has to stay below 2⁶³ (`check_range`).
 """
 
 import re
