@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from common import extra_peak_bytes, seconds, write_results
 from torch import Tensor
 
-from thoughtbubbles.model.loss import CHUNK_ROWS, mean_loss
+from thoughtbubbles.model.chunked_loss import CHUNK_ROWS
+from thoughtbubbles.model.loss import mean_loss
 from thoughtbubbles.model.streams import bubble_scan
 
 MAX_BUBBLE = 8

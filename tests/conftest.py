@@ -11,7 +11,7 @@ from hypothesis import settings
 
 if torch.cuda.is_available() and find_spec("triton"):  # Triton reads a kernel's source and globals: no wrappers there
     for name in ("adamw", "attention", "decode", "fork", "gelu", "loss", "norm", "sums"):
-        import_module(f"thoughtbubbles.model.kernels.{name}")
+        import_module(f"thoughtbubbles.kernels.{name}")
 
 # Before the rest of the package is imported: every annotated function then checks the shapes it is given and returns.
 jaxtyping.install_import_hook("thoughtbubbles", "beartype.beartype")

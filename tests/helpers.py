@@ -12,6 +12,8 @@ from torch import Tensor
 import oracle
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.fork import ForkRecord
+from thoughtbubbles.model.layout import Layout
+from thoughtbubbles.model.rope import rotary
 from thoughtbubbles.model.transformer import Output, Thoughtbubbles
 
 # Tolerances live here and are never loosened to make a test pass.
@@ -27,6 +29,11 @@ SAME_TRAINING = 1e-6  # float64: losses and weights after a few steps on one ran
 NARROW_TRAINING = 2e-3  # the same in float32 or with bfloat16 products
 BFLOAT16 = 1e-2  # relative error of a result with bfloat16 operands, against float64
 BFLOAT16_GRADIENT = 3e-2  # of a gradient that has gone through bfloat16 outputs too
+
+
+def scores_only(key_bias: Tensor | None = None, value_gate: Tensor | None = None, gate: Tensor | None = None) -> Layout:
+    """For attention paths, which get q and k rotated already."""
+    return Layout(rotary(torch.zeros(1, 1), 2), key_bias, value_gate, gate)
 
 
 def named(name: str, **changes: Any) -> ModelConfig:

@@ -52,86 +52,78 @@ DECODE = "tests/generate/test_decode.py tests/generate/test_cache.py"
 
 FAULTS = [
     # Kernels, through Triton's interpreter
-    Fault("model/kernels/attention.py", "dq * scale, cos", "dq, cos", ATTENTION),
+    Fault("kernels/attention.py", "dq * scale, cos", "dq, cos", ATTENTION),
+    Fault("kernels/attention.py", "total = total * shrink + tl.sum(p, 1)", "total = total + tl.sum(p, 1)", ATTENTION),
+    Fault("kernels/attention.py", "        db = db * weight\n", "", ATTENTION),
+    Fault("kernels/attention.py", "/ tl.where(score > 0.0, score, 1.0)", "/ score", ATTENTION),
+    Fault("kernels/attention.py", "LEAST_APART = -40.0", "LEAST_APART = -4000.0", ATTENTION),
     Fault(
-        "model/kernels/attention.py", "total = total * shrink + tl.sum(p, 1)", "total = total + tl.sum(p, 1)", ATTENTION
-    ),
-    Fault("model/kernels/attention.py", "        db = db * weight\n", "", ATTENTION),
-    Fault("model/kernels/attention.py", "/ tl.where(score > 0.0, score, 1.0)", "/ score", ATTENTION),
-    Fault("model/kernels/attention.py", "LEAST_APART = -40.0", "LEAST_APART = -4000.0", ATTENTION),
-    Fault(
-        "model/kernels/attention.py",
+        "kernels/attention.py",
         "p = tl.where(m[None, :] >= n[:, None], p, 0.0)",
         "p = tl.where(m[None, :] > n[:, None], p, 0.0)",
         ATTENTION,
     ),
-    Fault("model/kernels/norm.py", "r * (g - average - xhat * slope)", "r * (g - xhat * slope)", ATTENTION),
+    Fault("kernels/norm.py", "r * (g - average - xhat * slope)", "r * (g - xhat * slope)", ATTENTION),
+    Fault("kernels/norm.py", "tl.sum(centred * centred, 0) / D + eps", "tl.sum(centred * centred, 0) / D", ATTENTION),
+    Fault("kernels/norm.py", "                dshift += du\n", "                dshift += whole\n", ATTENTION),
     Fault(
-        "model/kernels/norm.py", "tl.sum(centred * centred, 0) / D + eps", "tl.sum(centred * centred, 0) / D", ATTENTION
-    ),
-    Fault("model/kernels/norm.py", "                dshift += du\n", "                dshift += whole\n", ATTENTION),
-    Fault(
-        "model/kernels/norm.py",
+        "kernels/norm.py",
         "needs_update = score is not None or not ctx.is_written",
         "needs_update = score is not None",
         ATTENTION,
     ),
     Fault(
-        "model/kernels/turn.py",
+        "kernels/rotary.py",
         "return left * c + right * r, right * c - left * r",
         "return left * c - right * r, right * c + left * r",
         ATTENTION,
     ),
-    Fault("model/kernels/gelu.py", "(below + z * density)", "(below - z * density)", ATTENTION),
-    Fault("model/kernels/gelu.py", "t * 0.5307027145", "t * 0.5317027145", ATTENTION),
-    Fault("model/kernels/sums.py", "mask=(row < R) & (column < C)", "mask=(row < R - 1) & (column < C)", ATTENTION),
+    Fault("kernels/gelu.py", "(below + z * density)", "(below - z * density)", ATTENTION),
+    Fault("kernels/gelu.py", "t * 0.5307027145", "t * 0.5317027145", ATTENTION),
+    Fault("kernels/sums.py", "mask=(row < R) & (column < C)", "mask=(row < R - 1) & (column < C)", ATTENTION),
     Fault(
-        "model/kernels/fork.py",
+        "kernels/fork.py",
         "larger += (theirs >= mine).to(tl.int32)",
         "larger += (theirs > mine).to(tl.int32)",
         FORK,
     ),
     Fault(
-        "model/kernels/fork.py",
+        "kernels/fork.py",
         "slot = filled + tl.cumsum(lives, 0) - lives",
         "slot = tl.cumsum(lives, 0) - lives",
         FORK,
     ),
     Fault(
-        "model/kernels/fork.py",
+        "kernels/fork.py",
         "            near -= BJ\n",
         "            near -= 0 * BJ\n            first_token = -1\n",
         FORK,
     ),
-    Fault("model/kernels/loss.py", "weight / weights - share", "weight / weights + share", LOSS),
+    Fault("kernels/loss.py", "weight / weights - share", "weight / weights + share", LOSS),
+    Fault("kernels/loss.py", "tl.store(score_grad + row, 0.0, mask=owned)", "tl.store(score_grad + row, 0.0)", LOSS),
+    Fault("kernels/loss.py", "total = total * tl.exp(most - highest) +", "total = total +", LOSS),
+    Fault("kernels/adamw.py", "v += rise2 * (g * g - v)", "v += rise2 * (g - v)", OPTIM),
+    Fault("kernels/adamw.py", "decay *= tl.load(row + 6).to(tl.float32)\n", "\n", OPTIM),
     Fault(
-        "model/kernels/loss.py", "tl.store(score_grad + row, 0.0, mask=owned)", "tl.store(score_grad + row, 0.0)", LOSS
-    ),
-    Fault("model/kernels/loss.py", "total = total * tl.exp(most - highest) +", "total = total +", LOSS),
-    Fault("model/kernels/adamw.py", "v += rise2 * (g * g - v)", "v += rise2 * (g - v)", OPTIM),
-    Fault("model/kernels/adamw.py", "decay *= tl.load(row + 6).to(tl.float32)\n", "\n", OPTIM),
-    Fault(
-        "model/kernels/adamw.py",
+        "kernels/adamw.py",
         "tl.where(taken != 0.0, tl.load(row + 4) - begin, 0)",
         "tl.load(row + 4) - begin",
         OPTIM,
     ),
+    Fault("kernels/adamw.py", "if self._sizes is None or places != self._places:", "if self._sizes is None:", OPTIM),
     Fault(
-        "model/kernels/adamw.py", "if self._sizes is None or places != self._places:", "if self._sizes is None:", OPTIM
-    ),
-    Fault(
-        "model/kernels/decode.py",
+        "kernels/decode.py",
         "sum_left = tl.dot(weights, v_left, sum_left * fade[:, None])",
         "sum_left = tl.dot(weights, v_left, sum_left)",
         GRAPH,
     ),
     Fault(
-        "model/kernels/decode.py",
+        "kernels/decode.py",
         "(w[None, :] <= w[:, None]) & real[None, :]",
         "(w[None, :] < w[:, None]) & real[None, :]",
         GRAPH,
     ),
-    Fault("model/kernels/decode.py", "key_bias + b * S + kept + w,", "key_bias + b * S + w,", GRAPH),
+    Fault("kernels/decode.py", "key_bias + b * S + kept + w,", "key_bias + b * S + w,", GRAPH),
     # Training on several ranks, steps, precision
     Fault(
         "train/parallel.py", "group.set_gradient_divide_factor(1.0)", "group.set_gradient_divide_factor(2.0)", PARALLEL

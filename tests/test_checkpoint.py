@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import thoughtbubbles
 from helpers import lively_model, random_ids, small_config
-from thoughtbubbles import Thoughtbubbles
 from thoughtbubbles.checkpoint import load_folder_tokenizer, save_model
 from thoughtbubbles.cli import main
 from thoughtbubbles.data.synthetic import write_synthetic
@@ -27,7 +27,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "thoughtbubbles"
 def test_a_model_comes_back_as_it_was(tmp_path, changes):
     model = lively_model(small_config(**changes), dtype=torch.float32)
     save_model(tmp_path / "model", model)
-    opened = Thoughtbubbles.load(tmp_path / "model")
+    opened = thoughtbubbles.load(tmp_path / "model")
     assert opened.config == model.config
     ids = random_ids(model.config, 2, 9)
     assert torch.equal(model(ids, want=("logits",)).logits, opened(ids, want=("logits",)).logits)
@@ -45,8 +45,8 @@ def test_what_the_folder_says(tmp_path):
     weights = load_file(tmp_path / "model" / "model.safetensors")
     assert [name for name, weight in weights.items() if 300 in weight.shape] == ["embedding.weight"]  # tied: once
     assert all(weight.dtype == torch.bfloat16 for weight in weights.values())
-    assert Thoughtbubbles.load(tmp_path / "model").embedding.weight.dtype == torch.bfloat16
-    assert Thoughtbubbles.load(tmp_path / "model", dtype=torch.float64).embedding.weight.dtype == torch.float64
+    assert thoughtbubbles.load(tmp_path / "model").embedding.weight.dtype == torch.bfloat16
+    assert thoughtbubbles.load(tmp_path / "model", dtype=torch.float64).embedding.weight.dtype == torch.float64
     assert load_folder_tokenizer(tmp_path / "model").name == "bytes"
 
 
@@ -54,7 +54,7 @@ def test_a_folder_is_replaced_whole(tmp_path):
     for seed in (0, 1):
         save_model(tmp_path / "model", lively_model(small_config(), seed=seed, dtype=torch.float32))
     expected = lively_model(small_config(), seed=1, dtype=torch.float32).embedding.weight
-    assert torch.equal(Thoughtbubbles.load(tmp_path / "model").embedding.weight, expected)
+    assert torch.equal(thoughtbubbles.load(tmp_path / "model").embedding.weight, expected)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -95,19 +95,19 @@ def test_damage_is_named(tmp_path, harm, message):
     save_model(tmp_path / "model", lively_model(small_config(), dtype=torch.float32))
     harm(tmp_path / "model")
     with pytest.raises(ValueError, match=message):
-        Thoughtbubbles.load(tmp_path / "model")
+        thoughtbubbles.load(tmp_path / "model")
 
 
 def test_a_place_without_a_model(tmp_path):
     with pytest.raises(ValueError, match="nowhere does not exist: give a model folder"):
-        Thoughtbubbles.load(tmp_path / "nowhere")
+        thoughtbubbles.load(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"has no config.json with model.safetensors"):
-        Thoughtbubbles.load(tmp_path)
+        thoughtbubbles.load(tmp_path)
 
 
 def test_a_loaded_model_is_ready_for_evaluation(tmp_path):
     save_model(tmp_path / "model", lively_model(small_config(), dtype=torch.float32).train())
-    assert not any(module.training for module in Thoughtbubbles.load(tmp_path / "model").modules())
+    assert not any(module.training for module in thoughtbubbles.load(tmp_path / "model").modules())
 
 
 def change_config(folder: Path, **changes: object) -> None:
@@ -136,7 +136,7 @@ def test_a_config_that_cannot_be_is_refused_at_once(tmp_path, changes, message):
     change_config(tmp_path / "model", **changes)
     began = time.monotonic()
     with pytest.raises(ValueError, match=message) as refused:
-        Thoughtbubbles.load(tmp_path / "model")
+        thoughtbubbles.load(tmp_path / "model")
     assert time.monotonic() - began < 2
     assert str(tmp_path / "model") in str(refused.value)
 
@@ -145,7 +145,7 @@ def test_json_nested_too_deeply_is_refused(tmp_path):
     save_model(tmp_path / "model", lively_model(small_config(), dtype=torch.float32))
     (tmp_path / "model" / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
     with pytest.raises(ValueError, match=r"config\.json: the JSON is nested too deeply"):
-        Thoughtbubbles.load(tmp_path / "model")
+        thoughtbubbles.load(tmp_path / "model")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
@@ -157,7 +157,7 @@ def test_weights_that_are_not_floating_point_are_refused(tmp_path, dtype, all_of
     wrong = weights if all_of_them else {"blocks.1.mlp.up.weight"}
     save_file({name: w.to(dtype) if name in wrong else w for name, w in weights.items()}, path)
     with pytest.raises(ValueError, match=rf"model\.safetensors.*has dtype {dtype}"):
-        Thoughtbubbles.load(tmp_path / "model")
+        thoughtbubbles.load(tmp_path / "model")
 
 
 def split_in_two(folder: Path, name_of_the_second: object) -> None:
@@ -195,10 +195,10 @@ def test_an_index_names_files_of_its_own_folder_only(tmp_path, name):
     save_model(tmp_path / "model", model)
     split_in_two(tmp_path / "model", name)
     if name is None:  # as it should be
-        assert torch.equal(Thoughtbubbles.load(tmp_path / "model").embedding.weight, model.embedding.weight)
+        assert torch.equal(thoughtbubbles.load(tmp_path / "model").embedding.weight, model.embedding.weight)
         return
     with pytest.raises(ValueError, match=r"index\.json lists .*, which is not a file of this folder"):
-        Thoughtbubbles.load(tmp_path / "model")
+        thoughtbubbles.load(tmp_path / "model")
 
 
 @pytest.fixture
@@ -225,9 +225,9 @@ def command(*words: object) -> Callable[[Path, Path], Any]:
 
 
 READERS: dict[str, Callable[[Path, Path], Any]] = {
-    "load": lambda run, _: Thoughtbubbles.load(run),
-    "the checkpoint": lambda run, _: Thoughtbubbles.load(run / "step-00000010"),
-    "its model": lambda run, _: Thoughtbubbles.load(run / "step-00000010" / "model"),
+    "load": lambda run, _: thoughtbubbles.load(run),
+    "the checkpoint": lambda run, _: thoughtbubbles.load(run / "step-00000010"),
+    "its model": lambda run, _: thoughtbubbles.load(run / "step-00000010" / "model"),
     "generate": command("generate", "x", "--checkpoint", "RUN", "--max-new", 1, "--device", "cpu"),
     "eval": command("eval", "--checkpoint", "RUN", "--data", "DATA", "--windows", 1, "--device", "cpu", "--out", "OUT"),
     "inspect": command("inspect", "RUN"),
@@ -252,26 +252,26 @@ def flip_a_bit(path: Path) -> None:
 @pytest.mark.parametrize(("inside", "given"), [("", "."), ("", "model"), ("model", "."), ("model", "../model")])
 def test_paths_without_the_name_of_the_checkpoint(run, monkeypatch, inside, given):
     monkeypatch.chdir(run / "step-00000010" / inside)
-    Thoughtbubbles.load(given)
+    thoughtbubbles.load(given)
     flip_a_bit(run / "step-00000010" / "model" / "model.safetensors")
     with pytest.raises(ValueError, match=r"step-00000010 is damaged"):
-        Thoughtbubbles.load(given)
+        thoughtbubbles.load(given)
 
 
 def test_a_copy_under_another_name(run, tmp_path):
     best = shutil.copytree(run / "step-00000010", tmp_path / "best")
-    Thoughtbubbles.load(best)
+    thoughtbubbles.load(best)
     flip_a_bit(best / "model" / "model.safetensors")
     with pytest.raises(ValueError, match=r"best is damaged"):
-        Thoughtbubbles.load(best)
+        thoughtbubbles.load(best)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_an_older_checkpoint_does_not_stand_in_for_the_newest(run, name):
     (run / "step-00000010" / "model" / name).unlink()
     with pytest.raises(ValueError, match=r"step-00000010, the newest checkpoint of the run, has no whole model"):
-        Thoughtbubbles.load(run)
-    Thoughtbubbles.load(run / "step-00000002")
+        thoughtbubbles.load(run)
+    thoughtbubbles.load(run / "step-00000002")
 
 
 def drop_from_manifest(step: Path, name: str) -> None:
@@ -300,7 +300,7 @@ def name_outside(step: Path) -> None:
 def test_a_manifest_that_is_not_whole_is_damage(run, harm, message):
     harm(run / "step-00000010")
     with pytest.raises(ValueError, match=message) as refused:
-        Thoughtbubbles.load(run)
+        thoughtbubbles.load(run)
     assert "step-00000010" in str(refused.value)
 
 
@@ -308,7 +308,7 @@ def test_what_is_written_beside_the_weights_is_no_damage(run):
     (run / "step-00000010" / "model" / "README.md").write_text("mine")
     (run / "step-00000010" / "results").mkdir()
     (run / "step-00000010" / "state.json").write_text("changed: resume refuses it, the model is whole")
-    Thoughtbubbles.load(run)
+    thoughtbubbles.load(run)
 
 
 def test_nothing_is_ever_unpickled():

@@ -9,6 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "thoughtbubbles"
 LEVEL = {
     "files": -1,
+    "kernels": -1,
     "model": 0,
     "data": 0,
     "checkpoint": 1,
@@ -23,10 +24,6 @@ LEVEL = {
     "__main__": 7,
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
-
-
-# The one exception: `Thoughtbubbles.load` asks the room that knows the form on disk, when it is called.
-DOOR = (PACKAGE / "model" / "transformer.py", "thoughtbubbles.checkpoint.load_model")
 
 
 def imported(path: Path) -> set[str]:
@@ -53,8 +50,6 @@ def test_left_never_imports_right(path):
     assert here in LEVEL, f"{path}: a new room needs its place in this table"
     for name in imported(path):
         parts = name.split(".")
-        if (path, name) == DOOR:
-            continue
         if parts[0] == "thoughtbubbles" and len(parts) > 1 and parts[1] in LEVEL and parts[1] != here:
             assert LEVEL[parts[1]] < LEVEL[here], f"{path} imports {name}"
 
@@ -62,10 +57,21 @@ def test_left_never_imports_right(path):
 @pytest.mark.parametrize("path", sorted((PACKAGE / "model").rglob("*.py")), ids=lambda path: path.name)
 def test_the_model_room_stands_on_torch_alone(path):
     allowed = {"torch", "jaxtyping", *sys.stdlib_module_names}
-    if path.parent.name == "kernels":
-        allowed.add("triton")  # these files are imported on a GPU only
-    outside = {name for name in imported(path) if name.split(".")[0] not in allowed and (path, name) != DOOR}
-    assert all(name.startswith("thoughtbubbles.model") for name in outside), outside
+    outside = {name for name in imported(path) if name.split(".")[0] not in allowed}
+    assert all(name.startswith(("thoughtbubbles.model", "thoughtbubbles.kernels")) for name in outside), outside
+
+
+def test_triton_is_imported_in_the_room_of_kernels_alone():
+    """And not by those of its files that models import."""
+    having = {path for path in FILES if any(name.split(".")[0] == "triton" for name in imported(path))}
+    assert having
+    assert {room(path) for path in having} == {"kernels"}
+    assert not having & {PACKAGE / "kernels" / name for name in ("__init__.py", "ops.py", "launch.py")}
+
+
+def test_operators_are_registered_in_one_file():
+    registering = {path for path in FILES if "torch.library" in path.read_text()}
+    assert registering == {PACKAGE / "kernels" / "ops.py"}
 
 
 def test_the_check_sees_every_file():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from thoughtbubbles.checkpoint import load as load
     from thoughtbubbles.model.budget import Budget as Budget
     from thoughtbubbles.model.config import ModelConfig as ModelConfig
     from thoughtbubbles.model.streams import Streams as Streams
@@ -21,8 +22,9 @@ _HOME = {
     "Output": "thoughtbubbles.model.transformer",
     "Streams": "thoughtbubbles.model.streams",
     "Thoughtbubbles": "thoughtbubbles.model.transformer",
+    "load": "thoughtbubbles.checkpoint",
 }
-__all__ = ["Budget", "ModelConfig", "Output", "Streams", "Thoughtbubbles", "__version__"]
+__all__ = ["Budget", "ModelConfig", "Output", "Streams", "Thoughtbubbles", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:

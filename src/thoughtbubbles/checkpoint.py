@@ -94,9 +94,7 @@ def ids_of(tokenizer: Tokenizer) -> dict[str, int]:
     return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "n_ids": tokenizer.size}
 
 
-def load_model(
-    folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
-) -> Thoughtbubbles:
+def load(folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Thoughtbubbles:
     """Opens a model folder, a checkpoint (its model) or a whole run (its newest checkpoint's model), for evaluation:
     call `.train()` on it before you train it."""
     folder = find_model(folder)

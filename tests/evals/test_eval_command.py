@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers import BFLOAT16, SAME_FUNCTION, SAME_ROW, SAME_ROW_FLOAT32
-from thoughtbubbles.checkpoint import load_folder_tokenizer, load_model, save_model
+from thoughtbubbles.checkpoint import load, load_folder_tokenizer, save_model
 from thoughtbubbles.cli import main
 from thoughtbubbles.data.loader import HeldOut, Source
 from thoughtbubbles.data.synthetic import write_synthetic
@@ -91,7 +91,7 @@ def test_the_command(trained, corpus, tmp_path, capsys):
     assert Path(results["checkpoint"]).name == "model"
 
     settings = Evaluation(checkpoint=trained["tiny-paper"], data=corpus, windows=3, tokens=10)
-    model = load_model(trained["tiny-paper"], dtype=torch.float64)
+    model = load(trained["tiny-paper"], dtype=torch.float64)
     windows = windows_for(settings, model.config, load_folder_tokenizer(trained["tiny-paper"]))
     ways = results["tasks"]["perplexity"]["ways"]
     for name, scores in (
@@ -136,7 +136,7 @@ def test_a_plain_model_has_no_budget(trained, corpus, tmp_path, capsys):
 
 
 def test_windows_are_spread_over_the_split_and_all_of_it_is_there_when_asked_for(trained, corpus):
-    config, tokenizer = load_model(trained["tiny"]).config, load_folder_tokenizer(trained["tiny"])
+    config, tokenizer = load(trained["tiny"]).config, load_folder_tokenizer(trained["tiny"])
     held_out = HeldOut([Source(corpus)], rows=1, n_tokens=12)
     settings = Evaluation(checkpoint=trained["tiny"], data=corpus, windows=4)
     few = windows_for(settings, config, tokenizer)
@@ -166,7 +166,7 @@ def test_mistakes(trained, corpus, tmp_path, capsys):
     text.write_text("some text")
     other = tmp_path / "other"
     main(["prepare", str(text), "--out", str(other), "--held-out", "0.0", "--tokenizer", "gpt2"])
-    save_model(tmp_path / "bare", load_model(checkpoint))
+    save_model(tmp_path / "bare", load(checkpoint))
     shard = next(corpus.glob("val-*.bin"))
     for arguments, message in (
         (["--tasks", "perplexitty"], "--tasks perplexitty: there is no such task; did you mean perplexity?"),

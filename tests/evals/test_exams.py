@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from evals.test_tasks import RECORDS, write
 from helpers import SAME_ROW, lively_model
-from thoughtbubbles.checkpoint import load_model, save_model
+from thoughtbubbles.checkpoint import load, save_model
 from thoughtbubbles.cli import main
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
@@ -136,7 +136,7 @@ def test_the_command(models, questions, tmp_path, capsys):
 @pytest.mark.parametrize("form", FORMS)
 def test_answers_are_what_the_model_says(models, questions, tmp_path, form):
     results = evaluate(models[form], questions, tmp_path, tasks=("arc_easy", "gsm8k"))
-    model, tok = load_model(models[form], dtype=torch.float64), tokenizer("bytes")
+    model, tok = load(models[form], dtype=torch.float64), tokenizer("bytes")
     document = TASKS["arc_easy"].document(RECORDS["arc_easy"])
     expected = log_likelihoods(model, encode_choices(tok, document.context, document.choices), vocab_size=tok.size)
     first = next(answer for answer in answers(tmp_path, "arc_easy") if answer["document"] == 0)
@@ -191,7 +191,7 @@ def test_answers_of_other_settings_are_not_mixed_in(models, questions, tmp_path,
     assert answered_before(limit=2) == 2  # of the same exam
     monkeypatch.setitem(TASKS, "piqa", replace(TASKS["piqa"], version=2))
     assert (answered_before(), answered_before()) == (0, 3)
-    other = lively_model(load_model(folder).config, seed=5, dtype=torch.float32)
+    other = lively_model(load(folder).config, seed=5, dtype=torch.float32)
     save_model(folder, other, tokenizer=tokenizer("bytes"))
     assert (answered_before(), answered_before()) == (0, 3)
 
@@ -218,13 +218,13 @@ def test_the_budget_is_the_one_asked_for(models, questions, tmp_path, form):
     """In choices and in what is written; a fixed budget in the config gives way to the proportional one."""
     folder = tmp_path / "model"
     if form == "block":
-        model = load_model(models[form])
+        model = load(models[form])
         fixed = Thoughtbubbles(replace(model.config, budget_mode="fixed"))
         fixed.load_state_dict(model.state_dict())
         save_model(folder, fixed, tokenizer=tokenizer("bytes"))
     else:
         folder = models[form]
-    model, tok = load_model(folder, dtype=torch.float64), tokenizer("bytes")
+    model, tok = load(folder, dtype=torch.float64), tokenizer("bytes")
     document = TASKS["arc_easy"].document(RECORDS["arc_easy"])
     queries = encode_choices(tok, document.context, document.choices)
     asked = Request(prompt=tok.encode("How many?\n"), max_new=NEW, sampling=Sampling(temperature=0))
@@ -244,7 +244,7 @@ def test_the_budget_is_the_one_asked_for(models, questions, tmp_path, form):
 
 def test_the_method_is_the_one_asked_for(models, questions, tmp_path):
     """With block selection the cache approximates: what it writes is what `generate` writes with it."""
-    model, tok = load_model(models["block"], dtype=torch.float64), tokenizer("bytes")
+    model, tok = load(models["block"], dtype=torch.float64), tokenizer("bytes")
     asked = Request(prompt=tok.encode("How many?\n"), max_new=NEW, sampling=Sampling(temperature=0))
     texts = {}
     for method in ("cached", "recomputed"):
@@ -281,7 +281,7 @@ def test_weights_in_several_files(models, questions, tmp_path):
 
 def test_a_model_of_nans_is_not_marked(models, questions, tmp_path):
     """All comparisons fail with them, and the first choice, always right in BLiMP, would be the best."""
-    model = load_model(models["plain"])
+    model = load(models["plain"])
     torch.nn.init.constant_(model.final_norm.weight, float("nan"))
     save_model(tmp_path / "model", model, tokenizer=tokenizer("bytes"))
     with pytest.raises(ValueError, match=r"the model's logits are not numbers \(NaN\)"):
@@ -392,7 +392,7 @@ def test_mistakes(models, questions, tmp_path, capsys, monkeypatch):
     damaged.mkdir()
     write(damaged, "piqa", [RECORDS["piqa"], '{"goal": "x"'])
     small = tmp_path / "small"
-    model = lively_model(replace(load_model(models["plain"]).config, block_size=8), dtype=torch.float32)
+    model = lively_model(replace(load(models["plain"]).config, block_size=8), dtype=torch.float32)
     save_model(small, model, tokenizer=tokenizer("bytes"))
     for arguments, message in (
         (["--tasks", "helaswag"], "--tasks helaswag: there is no such task; did you mean hellaswag"),

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from evals.test_tasks import RECORDS, write
 from helpers import SAME_FUNCTION, SAME_ROW, lively_model
-from thoughtbubbles.checkpoint import load_model, save_model
+from thoughtbubbles.checkpoint import load, save_model
 from thoughtbubbles.cli import main
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
@@ -146,11 +146,11 @@ def test_answers_are_shared_by_all_lists_and_names(checkpoint, questions):
         assert {task["answered_before"] for task in found.values()} == {3}
     assert home_of(checkpoint / "model") == home_of(link / "model") == run_folder / "eval" / checkpoint.name
     assert damage(checkpoint, required=("state.json",)) is None
-    load_model(run_folder)
+    load(run_folder)
     alone = shutil.copytree(checkpoint / "model", run_folder.parent / "alone")
     evaluate(alone, questions)
     assert len(written(alone / "eval")) == 1
-    load_model(alone)
+    load(alone)
 
 
 def test_other_weights_of_the_same_name_have_results_of_their_own(checkpoint, questions):
@@ -332,7 +332,7 @@ def test_budgets_are_compared_on_the_same_tokens_and_documents(questions, corpus
     assert (many["budget"], paired["reference"], list(paired["others"])) == ("1", "1", ["1.5", "2"])
     assert json.loads((tmp_path / "many" / "results.json").read_text())["budgets"]["tasks"] == paired["tasks"]
 
-    model = load_model(folder, dtype=torch.float64)
+    model = load(folder, dtype=torch.float64)
     settings = Evaluation(checkpoint=folder, data=corpus, windows=3, tokens=8)
     windows = windows_for(settings, model.config, tokenizer("bytes"))
     scores = [blockwise(model, windows, budget=budget) for budget in budgets]

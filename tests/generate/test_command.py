@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from helpers import lively_model, small_config
-from thoughtbubbles.checkpoint import load_model, save_model
+from thoughtbubbles.checkpoint import load, save_model
 from thoughtbubbles.cli import main
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.generate.requests import Request, generate, stream
@@ -71,7 +71,7 @@ def pipe_in(monkeypatch, text: bytes) -> None:
 
 
 def model_of(folder: str, dtype: torch.dtype = torch.float64) -> Thoughtbubbles:
-    return load_model(folder, dtype=dtype)
+    return load(folder, dtype=dtype)
 
 
 @pytest.mark.parametrize("form", ["causal", "block", "plain"])

@@ -51,7 +51,7 @@ def test_steps_of_fixed_width_are_the_same_steps(forks):
 
 def probe(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
     """In a process of its own, without the run-time checks of shapes, which the compiler cannot follow."""
-    command = [sys.executable, str(TESTS / "generate" / script), *arguments]
+    command = [sys.executable, str(TESTS / script), *arguments]
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -61,7 +61,7 @@ def probe(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
 
 @pytest.mark.slow  # compiles for a minute
 def test_the_compiled_parts_are_the_same_and_compile_once():
-    found = probe("graph_probe.py", "parts")
+    found = probe("generate/graph_probe.py", "parts")
     assert found["logits"] < SAME_FUNCTION_FLOAT32
     assert found["same_streams"]
     assert found["graphs"][0] > 0
@@ -73,7 +73,7 @@ def test_the_compiled_parts_are_the_same_and_compile_once():
 @pytest.mark.parametrize("case", ["short", "bubbles", "long", "plain", "no gates"])
 def test_kernels_give_what_the_blocks_give(case):
     """On the CPU, through Triton's interpreter, in a process of its own, since that is chosen at import."""
-    found = probe("kernel_probe.py", case, TRITON_INTERPRET="1")
+    found = probe("kernels/decode_probe.py", case, TRITON_INTERPRET="1")
     assert found["same_streams"]
     assert found["logits"] < SAME_FUNCTION_FLOAT32
     assert found["kept"] < SAME_FUNCTION_FLOAT32
@@ -83,7 +83,7 @@ def test_kernels_give_what_the_blocks_give(case):
 @needs_gpu
 def test_a_graph_on_the_gpu_follows_the_plain_steps():
     """In bfloat16 decisions can differ; where they do not, logits agree as bfloat16 does."""
-    for case, found in probe("graph_probe.py", "graph").items():
+    for case, found in probe("generate/graph_probe.py", "graph").items():
         assert found["error"] < 3 * BFLOAT16, case
         assert found["same_streams"] > 0.8, case
         assert found["same_tokens"], case
@@ -93,7 +93,7 @@ def test_a_graph_on_the_gpu_follows_the_plain_steps():
 @needs_gpu
 def test_compiled_generation_is_generation():
     """Rows that finish early, budgets of their own, and batches that a graph serves again and again."""
-    found = probe("graph_probe.py", "generate")
+    found = probe("generate/graph_probe.py", "generate")
     assert found["again_the_same"]
     assert found["lengths"] == found["asked"]
     assert found["first_log_prob"] < 1e-9  # both ways read the prompts alike

@@ -14,6 +14,7 @@ import torch
 from authors_reference import random_tree
 from safetensors.torch import save_file
 
+import thoughtbubbles
 from helpers import (
     ORACLE_GRADIENT,
     ORACLE_OUTPUT,
@@ -28,8 +29,7 @@ from thoughtbubbles.cli import main
 from thoughtbubbles.generate.decode import decode_step, prefill, recompute
 from thoughtbubbles.interop.authors import budget_for, import_model
 from thoughtbubbles.model.budget import Budget
-from thoughtbubbles.model.config import ModelConfig
-from thoughtbubbles.model.selection import FINE_LEVELS, LEVELS
+from thoughtbubbles.model.config import AUTHORS, OURS, ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 PLAN = ["regular", "regular", "fork", "regular", "regular", "fork", "regular", "regular", "fork", "regular"]
@@ -97,7 +97,7 @@ def assert_computes_the_same(tree, ids, *, plan=PLAN, most=None, method="residua
     most = most or math.ceil(model.config.budget * ids.shape[1])
     results = [authors_reference.run(tree, plan, row, heads=HEADS, most=most, method=method) for row in ids.tolist()]
     for row, result in enumerate(results):
-        assert result.margin > 2 / FINE_LEVELS, "these weights decide nothing: another seed"
+        assert result.margin > 2 / AUTHORS.levels, "these weights decide nothing: another seed"
         for record, kept in zip(out.forks, result.kept, strict=True):
             assert record.selected[row].nonzero().flatten().tolist() == kept
         torch.testing.assert_close(out.log_probs[row], result.log_probs, atol=ORACLE_OUTPUT, rtol=0)
@@ -140,7 +140,7 @@ def test_scores_closer_than_our_steps_are_told_apart():
     """Two scores within 1/4096 of each other, where the choice falls between them."""
     tree, ids = tree_of(seed=9), rows_of_ids(1, seed=9)
     (result,) = assert_computes_the_same(tree, ids, budget=1.25)
-    assert result.margin < 1 / LEVELS
+    assert result.margin < 1 / OURS.levels
 
 
 def test_other_plans():
@@ -226,7 +226,7 @@ def test_recomputing_equals_the_parallel_forward():
 
 def test_the_folder_keeps_it(tmp_path):
     model, ids = imported(tree_of(seed=3)), rows_of_ids(2)
-    again = Thoughtbubbles.load(save_model(tmp_path / "model", model))
+    again = thoughtbubbles.load(save_model(tmp_path / "model", model))
     assert again.config == model.config
     assert torch.equal(again(ids, want=("logits",)).logits, model(ids, want=("logits",)).logits)
 
@@ -347,7 +347,7 @@ def test_the_command_writes_a_model_folder(tmp_path, capsys):
         ]
     )
     assert f"written: {out}" in capsys.readouterr().out
-    model = Thoughtbubbles.load(out)
+    model = thoughtbubbles.load(out)
     assert torch.equal(model(ids, want=("logits",)).logits, imported(tree)(ids, want=("logits",)).logits)
     assert load_folder_tokenizer(out) is None
     with pytest.raises(SystemExit, match="is not empty: give a new folder"):

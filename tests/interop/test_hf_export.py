@@ -17,9 +17,10 @@ from hf_models import config_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_imports, get_relative_import_files
 
+import thoughtbubbles
 from helpers import SAME_ROW_FLOAT32, lively_model, random_ids
 from thoughtbubbles import Thoughtbubbles, cli
-from thoughtbubbles.checkpoint import load_model, save_model
+from thoughtbubbles.checkpoint import load, save_model
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.evals.run import run as evaluate
@@ -156,7 +157,7 @@ def check_like_ours(core, native, found):
     ids = torch.arange(24).view(2, 12)
     for dtype in (torch.bfloat16, torch.float32):  # as there: on some CPUs torch multiplies otherwise after bfloat16
         with torch.no_grad():
-            expected = Thoughtbubbles.load(native, dtype=dtype).eval()(ids, want=("logits",)).logits
+            expected = thoughtbubbles.load(native, dtype=dtype).eval()(ids, want=("logits",)).logits
         assert torch.equal(found[str(dtype)], expected)
     requests = [Request(prompt=p, max_new=6, sampling=Sampling(temperature=0)) for p in ("fork", "a")]
     texts = [completion.ids for completion in generate(core, requests, tokenizer=tokenizer("bytes"))]
@@ -187,12 +188,12 @@ def test_the_command(tmp_path, run, dtype, capsys):
         "pad_token_id": 256,
     }
     wanted = None if dtype == "auto" else torch.bfloat16
-    native = Thoughtbubbles.load(run, dtype=wanted).eval()
+    native = thoughtbubbles.load(run, dtype=wanted).eval()
     ids = random_ids(native.config, 2, 9)
     with torch.no_grad():
         expected = native(ids, want=("logits",)).logits
         assert torch.equal(AutoModelForCausalLM.from_pretrained(out).eval()(ids).logits, expected)  # our class, at hand
-        assert torch.equal(Thoughtbubbles.load(out).eval()(ids, want=("logits",)).logits, expected)
+        assert torch.equal(thoughtbubbles.load(out).eval()(ids, want=("logits",)).logits, expected)
 
 
 def test_nothing_is_lost(tmp_path, run):
@@ -273,7 +274,7 @@ def test_a_flipped_bit_is_refused_however_the_folder_is_opened(tmp_path, name):
     for opening in (
         lambda: ThoughtbubblesForCausalLM.from_pretrained(out),
         lambda: ThoughtbubblesForCausalLM.from_pretrained(tmp_path, subfolder="out"),
-        lambda: Thoughtbubbles.load(out),
+        lambda: thoughtbubbles.load(out),
         lambda: export(out, out=tmp_path / "again"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -390,7 +391,7 @@ def test_the_card_tells_the_runs_own_numbers(tmp_path, run):
         "| recipe | first\\|try |",
         "| data | books, web |",
         "Results of `thoughtbubbles eval`.",
-        f"| parameters | {sum(p.numel() for p in Thoughtbubbles.load(run).parameters()):,} |",
+        f"| parameters | {sum(p.numel() for p in thoughtbubbles.load(run).parameters()):,} |",
         *expected_lines(run, 80),
     ):
         assert line in text, line
@@ -407,7 +408,7 @@ def test_the_card_tells_the_runs_own_numbers(tmp_path, run):
 
 def card_of(run: Path) -> str:
     """Of its newest checkpoint."""
-    model = load_model(run)
+    model = load(run)
     (folder,) = run.glob("step-00000080/model")
     return card("x", model.config, parameters=1, dtype="float32", folder=folder, has_tokenizer=True)
 

@@ -8,8 +8,8 @@ import torch
 from hf_models import CACHED, KINDS, config_of, pair, slow_but
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
+import thoughtbubbles
 from helpers import SAME_FUNCTION_FLOAT32, SAME_ROW, SAME_ROW_FLOAT32, lively_model, random_ids
-from thoughtbubbles import Thoughtbubbles
 from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.generate.requests import Request, generate
@@ -95,7 +95,7 @@ def test_the_cache_follows_the_selection_that_a_model_is_opened_with(tmp_path, w
     folder = export(tmp_path / "model", out=tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(folder, selection=opened).eval()
     save_model(tmp_path / "ours", lively_model(replace(core.config, selection=opened), dtype=torch.float64))
-    expected = ours(Thoughtbubbles.load(tmp_path / "ours").eval(), PROMPTS, max_new=9, sampling=OUR_GREEDY)
+    expected = ours(thoughtbubbles.load(tmp_path / "ours").eval(), PROMPTS, max_new=9, sampling=OUR_GREEDY)
     options = given or {"max_new_tokens": 9, **GREEDY}
     found = model.generate(**batch(PROMPTS), **options)
     assert found[:, 7:].tolist() == expected

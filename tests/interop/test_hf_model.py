@@ -9,6 +9,7 @@ import torch
 from hf_models import KINDS, config_of, pair, slow_but
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+import thoughtbubbles
 from helpers import SAME_ROW, SAME_ROW_FLOAT32, lively_model, random_ids
 from thoughtbubbles import Thoughtbubbles
 from thoughtbubbles.checkpoint import save_model
@@ -33,7 +34,7 @@ def test_a_native_folder_opens_with_the_same_logits(tmp_path, kind, dtype):
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert list(model.state_dict()) == list(core.state_dict())
     ids = random_ids(core.config, 3, 13)
-    native = Thoughtbubbles.load(tmp_path / "native", dtype=dtype).eval()
+    native = thoughtbubbles.load(tmp_path / "native", dtype=dtype).eval()
     with torch.no_grad():
         found = model(ids).logits
     assert found.dtype == torch.float32
@@ -48,7 +49,7 @@ def test_what_save_pretrained_writes_opens_natively(tmp_path, kind, shard):
     n_files = len(list((tmp_path / "saved").glob("*.safetensors")))
     assert (n_files > 1) == (shard == "5KB")
     ids = random_ids(core.config, 2, 9)
-    native = Thoughtbubbles.load(tmp_path / "saved")
+    native = thoughtbubbles.load(tmp_path / "saved")
     assert native.config == core.config
     assert torch.equal(logits(native, ids), logits(core, ids))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
@@ -61,10 +62,10 @@ def test_a_missing_shard_is_named(tmp_path):
     lost = sorted((tmp_path / "saved").glob("*.safetensors"))[1]
     lost.unlink()
     with pytest.raises(ValueError, match=lost.name):
-        Thoughtbubbles.load(tmp_path / "saved")
+        thoughtbubbles.load(tmp_path / "saved")
     (tmp_path / "saved" / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match=r"index\.json has no weight_map"):
-        Thoughtbubbles.load(tmp_path / "saved")
+        thoughtbubbles.load(tmp_path / "saved")
 
 
 def test_a_fresh_model_is_drawn_as_the_core_draws(tmp_path):
@@ -471,7 +472,7 @@ def test_the_vocabulary_can_grow(tmp_path):
     assert model(ids).logits.shape == (1, 3, 30)
     assert torch.equal(model.embedding.weight[:23], core.embedding.weight)
     model.save_pretrained(tmp_path / "grown")
-    assert Thoughtbubbles.load(tmp_path / "grown").config.vocab_size == 30
+    assert thoughtbubbles.load(tmp_path / "grown").config.vocab_size == 30
 
 
 @pytest.mark.parametrize(("added", "size"), [(2, 259), (50, 307), (0, 257)])

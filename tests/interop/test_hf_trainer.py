@@ -15,6 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 
+import thoughtbubbles
 from helpers import lively_model
 from thoughtbubbles import Thoughtbubbles
 from thoughtbubbles.checkpoint import save_model
@@ -136,7 +137,7 @@ def test_text_in_a_fine_tuned_model_out(tmp_path):
     assert trainer.predict(texts[:2]).predictions.shape[-1] == 300
     trainer.save_model(str(tmp_path / "tuned"))
     ids = torch.tensor([texts[0]["input_ids"]])
-    native = Thoughtbubbles.load(tmp_path / "tuned").eval()
+    native = thoughtbubbles.load(tmp_path / "tuned").eval()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").eval()
     with torch.no_grad():
         assert torch.equal(native(ids, want=("logits",)).logits, again(ids).logits)

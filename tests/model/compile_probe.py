@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from helpers import BFLOAT16, BFLOAT16_GRADIENT, SAME_FUNCTION_FLOAT32, SAME_ROW_FLOAT32, named
-from thoughtbubbles.model.attention import Attenuation, fused_attention, reference_attention
+from helpers import BFLOAT16, BFLOAT16_GRADIENT, SAME_FUNCTION_FLOAT32, SAME_ROW_FLOAT32, named, scores_only
+from thoughtbubbles.model.attention import fused_attention, reference_attention
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -93,9 +93,9 @@ def low_scores_in_bfloat16(device: str = "cpu") -> None:
     q, k = (torch.zeros(1, 1, 40, 64, dtype=torch.bfloat16, device=device) for _ in range(2))
     v = torch.randn(1, 1, 40, 64, dtype=torch.bfloat16, device=device)
     bias = (-55 - 5 * torch.rand(1, 40, device=device)).requires_grad_()
-    exact, _ = reference_attention(q.double(), k.double(), v.double(), Attenuation(bias.double()))
+    exact = reference_attention(q.double(), k.double(), v.double(), scores_only(bias.double()))
     (expected,) = torch.autograd.grad(exact.square().sum(), bias)
-    fused, _ = torch.compile(fused_attention, fullgraph=True)(q, k, v, Attenuation(bias))
+    fused = torch.compile(fused_attention, fullgraph=True)(q, k, v, scores_only(bias))
     (found,) = torch.autograd.grad(fused.square().sum(), bias)
     assert (fused - exact).norm() / exact.norm() < BFLOAT16
     assert (found - expected).norm() / expected.norm() < BFLOAT16_GRADIENT

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from helpers import BFLOAT16, SAME_FUNCTION, SAME_FUNCTION_FLOAT32, lively_model, random_ids, small_config
-from thoughtbubbles.model.attention import Attenuation, attenuation, fused_attention, reference_attention
+from helpers import BFLOAT16, SAME_FUNCTION, SAME_FUNCTION_FLOAT32, lively_model, random_ids, scores_only, small_config
+from thoughtbubbles.model.attention import attention_weights, fused_attention, reference_attention
+from thoughtbubbles.model.layout import attenuation
 
 PATHS = (reference_attention, fused_attention)
 GELU_ABSOLUTE = 1e-6  # its normal distribution is a formula with an error of 8e-8, and z may be 12
@@ -30,7 +31,7 @@ def inputs(streams: int = 13, head: int = 6, dtype: torch.dtype = torch.float64,
 
 
 def gated(log_score, *, scale=1.0, qk=True, value=True):
-    return Attenuation(log_score * scale if qk else None, log_score.exp() if value else None, None)
+    return scores_only(log_score * scale if qk else None, log_score.exp() if value else None)
 
 
 @pytest.mark.parametrize("head", [2, 6, 8, 10])
@@ -41,7 +42,7 @@ def test_both_paths_compute_the_same(scale, qk, value, head):
     factor = 1 / math.sqrt(head) if scale == "head" else 1.0
     outs, grads = [], []
     for path in PATHS:
-        out, _ = path(q, k, v, gated(log_score, scale=factor, qk=qk, value=value))
+        out = path(q, k, v, gated(log_score, scale=factor, qk=qk, value=value))
         outs.append(out)
         weighted = (out * torch.arange(out.numel(), dtype=out.dtype).view_as(out).sin()).sum()
         grads.append(torch.autograd.grad(weighted, (q, k, v, log_score), allow_unused=True, materialize_grads=True))
@@ -51,11 +52,11 @@ def test_both_paths_compute_the_same(scale, qk, value, head):
 
 
 def test_weights_are_a_causal_distribution_weakened_by_the_score():
-    q, k, v, log_score = inputs(streams=5)
-    _, weights = reference_attention(q, k, v, gated(log_score))
+    q, k, _, log_score = inputs(streams=5)
+    weights = attention_weights(q, k, gated(log_score))
     torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights.sum(-1)))
     assert (weights.triu(1) == 0).all()
-    _, plain = reference_attention(q, k, v, Attenuation())
+    plain = attention_weights(q, k, scores_only())
     ratio = (weights / plain)[..., 4, :]  # in the last row: proportional to the score
     expected = log_score.exp()[:, None] * (ratio / log_score.exp()[:, None]).mean(-1, keepdim=True)
     torch.testing.assert_close(ratio, expected)
@@ -66,9 +67,7 @@ def test_the_fused_path_runs_on_the_flash_kernel(dtype):
     """With every other kernel forbidden it still runs, forward and backward: no mask, no odd shapes."""
     q, k, v, log_score = inputs(dtype=dtype, head=8)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        out, weights = fused_attention(q, k, v, gated(log_score))
-        out.sum().backward()
-    assert weights is None
+        fused_attention(q, k, v, gated(log_score)).sum().backward()
     assert log_score.grad.abs().sum() > 0
 
 
@@ -94,10 +93,10 @@ def test_low_scores_survive_bfloat16():
     v = torch.randn(1, 1, streams, head, dtype=torch.bfloat16)
     log_score = -55 - 5 * torch.rand(1, streams)
     by = gated(log_score, scale=1.0, value=False)  # undivided, so that an error would show
-    exact, _ = reference_attention(q.double(), k.double(), v.double(), by._replace(key_bias=by.key_bias.double()))
-    fused, _ = fused_attention(q, k, v, by)
+    exact = reference_attention(q.double(), k.double(), v.double(), by._replace(key_bias=by.key_bias.double()))
+    fused = fused_attention(q, k, v, by)
     rounded = by._replace(key_bias=by.key_bias.bfloat16().float())
-    careless, _ = reference_attention(
+    careless = reference_attention(
         q.double(), k.double(), v.double(), rounded._replace(key_bias=rounded.key_bias.double())
     )
     error = (fused - exact).norm() / exact.norm()
@@ -109,11 +108,11 @@ def test_low_scores_survive_bfloat16():
 def test_the_bias_is_scaled_as_the_config_says(scale):
     config = small_config(score_scale=scale)
     log_score = torch.full((1, 4), -2.0)
-    by = attenuation(log_score, config)
+    key_bias, value_gate, gate, _ = attenuation(log_score, config)
     expected = -2.0 / math.sqrt(config.head_size) if scale == "head" else -2.0
-    torch.testing.assert_close(by.key_bias, torch.full((1, 4), expected))
-    torch.testing.assert_close(by.value, log_score.exp())
-    torch.testing.assert_close(by.write, log_score.exp())
+    torch.testing.assert_close(key_bias, torch.full((1, 4), expected))
+    torch.testing.assert_close(value_gate, log_score.exp())
+    torch.testing.assert_close(gate, log_score.exp())
 
 
 def test_gates_that_are_off_are_absent():
@@ -134,7 +133,7 @@ def test_whole_models_agree_in_float32(selection):
 
 def probe_kernels(cases: str) -> None:
     """On the CPU, through Triton's interpreter, in a process of its own, since that is chosen at import."""
-    command = [sys.executable, "-m", "model.block_kernel_probe", cases]
+    command = [sys.executable, "-m", "kernels.block_probe", cases]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -11,9 +11,10 @@ from helpers import (
     SAME_FUNCTION_FLOAT32,
     lively_model,
     random_ids,
+    scores_only,
     small_config,
 )
-from thoughtbubbles.model.attention import Attenuation, fused_attention, reference_attention
+from thoughtbubbles.model.attention import fused_attention, reference_attention
 from thoughtbubbles.model.block import Block
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -51,15 +52,12 @@ def test_fused_attention_in_bfloat16_on_the_flash_kernel(head, streams):
     log_score = (-20 * torch.rand(2, streams, device="cuda")).requires_grad_()
     leaves = (q, k, v, log_score)
 
-    def by(score: torch.Tensor) -> Attenuation:
-        return Attenuation(score / head**0.5, score.exp(), None)
-
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        out, _ = fused_attention(q, k, v, by(log_score))
+        out = fused_attention(q, k, v, scores_only(log_score / head**0.5, log_score.exp()))
         upstream = torch.randn_like(out)
         grads = torch.autograd.grad(out, leaves, upstream)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    expected, _ = reference_attention(*exact[:3], by(exact[3]))
+    expected = reference_attention(*exact[:3], scores_only(exact[3] / head**0.5, exact[3].exp()))
     expected_grads = torch.autograd.grad(expected, exact, upstream.double())
     for ours, theirs in zip((out, *grads), (expected, *expected_grads), strict=True):
         assert (ours.double() - theirs).norm() / theirs.norm() < BFLOAT16
@@ -67,7 +65,7 @@ def test_fused_attention_in_bfloat16_on_the_flash_kernel(head, streams):
 
 def random_heads(streams: int, head: int, **options):
     """Of the probe that runs the same kernels in Triton's interpreter; it needs Triton, which comes with CUDA."""
-    from model.block_kernel_probe import Heads
+    from kernels.block_probe import Heads
 
     return Heads(streams, head, dtype=torch.bfloat16, device="cuda", **options)
 
@@ -131,8 +129,8 @@ def test_our_attention_never_has_a_matrix_of_all_pairs():
 
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 7, 100), (2, 333, 1536), (3, 1000, 3072)])
 def test_our_gelu_in_bfloat16(shape):
-    from model.block_kernel_probe import gelu_results, on_a_grid, plain_gelu
-    from thoughtbubbles.model.kernels.gelu import gelu
+    from kernels.block_probe import gelu_results, on_a_grid, plain_gelu
+    from thoughtbubbles.kernels.ops import gelu
 
     x, bias = on_a_grid(*shape, device="cuda").bfloat16(), on_a_grid(shape[-1], device="cuda")
     upstream = torch.randn(shape, device="cuda").bfloat16()
@@ -147,7 +145,7 @@ def test_our_gelu_in_bfloat16(shape):
 
 @pytest.mark.parametrize("shape", [(1, 1), (100, 7), (2048, 2304), (65536, 2304), (8191, 6144), (3_000_000, 3)])
 def test_our_column_sums(shape):
-    from thoughtbubbles.model.kernels.sums import column_sums
+    from thoughtbubbles.kernels.sums import column_sums
 
     x = torch.randn(shape, device="cuda").bfloat16()
     found, exact = column_sums(x), x.double().sum(0)
@@ -155,15 +153,15 @@ def test_our_column_sums(shape):
     assert (found.double() - exact).norm() < SAME_FUNCTION_FLOAT32 * x.double().norm()
 
 
-@pytest.mark.parametrize("form", [{}, {"score": False}, {"written": False}, {"update": False}, {"shift": False}])
+@pytest.mark.parametrize("form", [{}, {"gate": False}, {"save_sum": False}, {"update": False}, {"update_bias": False}])
 @pytest.mark.parametrize(("rows", "channels"), [(1, 8), (7, 100), (333, 768), (3000, 2048), (1000, 5000)])
-def test_our_write_and_norm_in_bfloat16(rows, channels, form):
-    from model.write_kernel_probe import Writes
+def test_our_add_and_norm_in_bfloat16(rows, channels, form):
+    from kernels.norm_probe import Adds
 
-    writes = Writes(rows, channels, dtype=torch.bfloat16, device="cuda", **form)
-    first, second = writes.through_kernel(), writes.through_kernel()
+    adds = Adds(rows, channels, dtype=torch.bfloat16, device="cuda", **form)
+    first, second = adds.through_kernel(), adds.through_kernel()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    errors = writes.errors(first)
+    errors = adds.errors(first)
     for narrow in ("h", "gradient of update"):  # these are rounded once; all else is float32
         assert errors.pop(narrow, 0.0) < BFLOAT16
     assert all(error < SAME_FUNCTION_FLOAT32 for error in errors.values()), errors
@@ -173,18 +171,16 @@ def test_our_write_and_norm_in_bfloat16(rows, channels, form):
 @pytest.mark.parametrize(("streams", "head"), [(333, 64), (512, 128)])
 def test_a_block_on_our_kernels(streams, head, with_copies):
     """In bfloat16, against the explicit matrix in float64: what it adds to its input, and every gradient."""
-    from model.block_kernel_probe import module_results
-    from model.write_kernel_probe import error
+    from kernels.block_probe import module_results
+    from kernels.norm_probe import error
 
     heads = random_heads(streams, head, n_head=4)
-    by = heads.by(heads.log_score)
-    by = by._replace(write=by.value)
     block, x = Block(4 * head, 4).cuda(), torch.randn(2, streams, 4 * head, device="cuda")
-    exact = module_results(block.double(), x.double(), heads.turn, by, "reference")
+    exact = module_results(block.double(), x.double(), heads.layout(heads.log_score.double()), "reference")
     products = Products(block.float(), "bf16", device="cuda", is_sharded=not with_copies)
     with products():
         assert block.attention.has_kernel(x)
-        ours = module_results(block, x, heads.turn, by, "fused")
+        ours = module_results(block, x, heads.layout(heads.log_score), "fused")
     assert error(ours["added"], exact["added"]) < BFLOAT16
     errors = {name: error(ours[name], exact[name]) for name in exact}
     assert all(value < BFLOAT16_GRADIENT for value in errors.values()), errors

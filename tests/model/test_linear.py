@@ -13,7 +13,7 @@ from thoughtbubbles.model.linear import Linear, product_dtype
 
 def narrowed(inputs: int = 24, outputs: int = 10, *, bias: bool = True) -> Linear:
     linear = Linear(inputs, outputs, bias=bias)
-    linear.narrow = linear.weight.detach().bfloat16()
+    linear.bf16_copy = linear.weight.detach().bfloat16()
     return linear
 
 
@@ -56,7 +56,7 @@ def test_the_copy_is_what_is_multiplied():
     before = linear(x)
     torch.nn.init.normal_(linear.weight)
     assert torch.equal(linear(x), before)
-    linear.narrow = None
+    linear.bf16_copy = None
     assert not torch.equal(linear(x), before.float())
 
 
@@ -82,7 +82,7 @@ def test_gradients_with_a_copy(shape):
     assert [g.dtype for g in grads] == [torch.float32] * 3
     assert [g.shape for g in grads] == [x.shape, linear.weight.shape, linear.bias.shape]
     above, flat = upstream.double().view(-1, 10), x.detach().bfloat16().double().view(-1, 24)
-    assert relative(grads[0].view(-1, 24), above @ linear.narrow.double()) < BFLOAT16
+    assert relative(grads[0].view(-1, 24), above @ linear.bf16_copy.double()) < BFLOAT16
     assert relative(grads[1], above.T @ flat) < BFLOAT16
     assert relative(grads[2], above.sum(0)) < SAME_FUNCTION_FLOAT32
     once = (above.T @ flat).bfloat16()
@@ -132,7 +132,7 @@ def test_the_copy_is_never_saved():
     linear, plain = narrowed(), Linear(24, 10)
     assert linear.state_dict().keys() == plain.state_dict().keys() == {"weight", "bias"}
     assert not dict(linear.named_buffers())
-    assert Linear(24, 10).narrow is None, "it belongs to one module, not to the class"
+    assert Linear(24, 10).bf16_copy is None, "it belongs to one module, not to the class"
 
 
 def test_under_autocast():
@@ -181,7 +181,7 @@ def backend(graph, inputs):
 compiled = torch.compile(model, fullgraph=True, backend=backend)
 for narrow in (False, True):
     for linear in model:
-        linear.narrow = linear.weight.detach().bfloat16() if narrow else None
+        linear.bf16_copy = linear.weight.detach().bfloat16() if narrow else None
     for _ in range(3):
         results = []
         for run in (model, compiled):
@@ -196,7 +196,7 @@ for narrow in (False, True):
             for linear in model:
                 linear.weight.normal_()
                 if narrow:
-                    linear.narrow.copy_(linear.weight)
+                    linear.bf16_copy.copy_(linear.weight)
 assert len(graphs) == 2, len(graphs)
 """
 
@@ -212,7 +212,7 @@ def test_compiled_in_one_graph():
 @pytest.mark.parametrize("n_rows", [1, 7, 4096])
 def test_on_a_gpu_the_gradient_of_the_weight_is_not_rounded(n_rows):
     linear = Linear(64, 48).cuda()
-    linear.narrow = linear.weight.detach().bfloat16()
+    linear.bf16_copy = linear.weight.detach().bfloat16()
     x = torch.randn(n_rows, 64, device="cuda").bfloat16().requires_grad_()
     out = linear(x)
     upstream = torch.randn_like(out)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import BFLOAT16, SAME_FUNCTION, SAME_FUNCTION_FLOAT32
-from thoughtbubbles.model import head, loss
+from thoughtbubbles.model import chunked_loss, head
 from thoughtbubbles.model.loss import IGNORED, mean_loss, row_log_prob
 
 WIDTH, VOCABULARY = 5, 11
@@ -24,7 +24,7 @@ WIDTH, VOCABULARY = 5, 11
 
 @pytest.fixture(params=[1, 2, 3, 7, 256])
 def chunk_rows(request, monkeypatch):
-    monkeypatch.setitem(loss.CHUNK_ROWS, "cpu", request.param)
+    monkeypatch.setitem(chunked_loss.CHUNK_ROWS, "cpu", request.param)
     return request.param
 
 
@@ -75,7 +75,7 @@ def test_mean_loss_wherever_chunks_are_cut(sizes, rows_a_chunk, data):
     target = torch.tensor(data.draw(st.lists(choice, min_size=len(sizes), max_size=len(sizes))))
     found = []
     for size in (rows_a_chunk, 256):
-        with mock.patch.dict(loss.CHUNK_ROWS, cpu=size):
+        with mock.patch.dict(chunked_loss.CHUNK_ROWS, cpu=size):
             value = mean_loss(hidden, weight, target[token], log_score=log_score, start=start, end=end, max_bubble=8)
             found.append((value, *torch.autograd.grad(value, (hidden, weight, log_score))))
     for a, b in zip(*found, strict=True):
@@ -257,7 +257,7 @@ def test_memory(form, bubbles, low, high):
 
 def probe(case: str) -> dict[str, Any]:
     """On the CPU, through Triton's interpreter, in a process of its own, since that is chosen at import."""
-    script = Path(__file__).with_name("loss_kernel_probe.py")
+    script = Path(__file__).parents[1] / "kernels" / "loss_probe.py"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, str(script), case], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
@@ -308,14 +308,14 @@ def test_the_kernel_never_takes_a_wrong_target_for_another():
 def test_chunks_hold_all_rows_and_not_too_much(device, rows, vocabulary, overlap):
     """A device that is no CPU is taken for a GPU: whole tiles of rows, and a bound on the bytes of their logits."""
     hidden, weight = torch.empty(rows, 1, device=device), torch.empty(vocabulary, 1, device=device)
-    own = loss._chunk_rows(hidden, weight, overlap=overlap)
+    own = chunked_loss._chunk_rows(hidden, weight, overlap=overlap)
     assert own >= 1
     if device == "cpu":
-        assert own <= loss.CHUNK_ROWS["cpu"]
+        assert own <= chunked_loss.CHUNK_ROWS["cpu"]
     else:
-        assert (own + overlap) % loss.TILE == 0
-        most = loss.CHUNK_ROWS["cuda"] * loss.USUAL_VOCABULARY // vocabulary
-        assert own + overlap < most + overlap + loss.TILE
+        assert (own + overlap) % chunked_loss.TILE == 0
+        most = chunked_loss.CHUNK_ROWS["cuda"] * chunked_loss.USUAL_VOCABULARY // vocabulary
+        assert own + overlap < most + overlap + chunked_loss.TILE
 
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -372,14 +372,16 @@ class TestOnTheGpu:
     pytestmark = gpu
 
     def test_loss_and_gradients(self, rows, width, vocabulary, dtype, mixture, monkeypatch):
-        monkeypatch.setitem(loss.CHUNK_ROWS, "cuda", 1024 * vocabulary // loss.USUAL_VOCABULARY + 1)  # several chunks
+        monkeypatch.setitem(
+            chunked_loss.CHUNK_ROWS, "cuda", 1024 * vocabulary // chunked_loss.USUAL_VOCABULARY + 1
+        )  # several chunks
         case = GpuCase(rows, width, vocabulary, mixture=mixture, dtype=dtype)
         for ours, exact in zip(case.ours(), case.exact(), strict=True):
             bound = SAME_FUNCTION_FLOAT32 if dtype == torch.float32 or not exact.ndim else BFLOAT16
             assert (ours.double() - exact).norm() <= bound * exact.norm() + SAME_FUNCTION_FLOAT32
 
     def test_the_same_bits_twice(self, rows, width, vocabulary, dtype, mixture, monkeypatch):
-        monkeypatch.setitem(loss.CHUNK_ROWS, "cuda", 1024 * vocabulary // loss.USUAL_VOCABULARY + 1)
+        monkeypatch.setitem(chunked_loss.CHUNK_ROWS, "cuda", 1024 * vocabulary // chunked_loss.USUAL_VOCABULARY + 1)
         case = GpuCase(rows, width, vocabulary, mixture=mixture, dtype=dtype)
         first, second = case.ours(), case.ours()
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thoughtbubbles.model.gradients import gather_with_inverse
 from thoughtbubbles.model.streams import (
     bubble_scan,
     bubble_sizes,
@@ -12,7 +13,6 @@ from thoughtbubbles.model.streams import (
     is_original,
     originals,
     positions,
-    relocate,
     streams_up_to,
     take,
 )
@@ -75,11 +75,11 @@ PLACES = torch.tensor([[[0, 1], [4, 4], [2, 4], [4, 4]], [[4, 4], [1, 2], [4, 4]
 @pytest.mark.parametrize("trailing", [(), (3,)])
 def test_relocated_values_and_their_gradient(trailing):
     values = torch.randn(2, 4, *trailing, dtype=torch.float64, requires_grad=True)
-    moved = relocate(values, SOURCE, PLACES)
+    moved = gather_with_inverse(values, SOURCE, PLACES)
     none = (SOURCE == 4).reshape(2, 4, *(1 for _ in trailing))
     expected = torch.where(none, 0, take(values, SOURCE.clamp(max=3)))
     upstream = torch.randn_like(moved)
     assert torch.equal(moved, expected)
     assert torch.equal(*(torch.autograd.grad(out, values, upstream)[0] for out in (moved, expected)))
-    assert torch.autograd.gradcheck(lambda v: relocate(v, SOURCE, PLACES), values)
-    assert torch.autograd.gradgradcheck(lambda v: relocate(v, SOURCE, PLACES), values)
+    assert torch.autograd.gradcheck(lambda v: gather_with_inverse(v, SOURCE, PLACES), values)
+    assert torch.autograd.gradgradcheck(lambda v: gather_with_inverse(v, SOURCE, PLACES), values)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import thoughtbubbles
 from helpers import SAME_FUNCTION, SAME_ROW, lively_model, named, random_ids, small_config
 from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.model.budget import Budget
@@ -247,7 +248,7 @@ def test_budgets_beyond_what_the_forks_can_make_are_no_limit(rule):
 
 def test_a_loaded_model_is_in_evaluation_mode(tmp_path):
     save_model(tmp_path / "model", Thoughtbubbles(small_config()).train())
-    assert not any(module.training for module in Thoughtbubbles.load(tmp_path / "model").modules())
+    assert not any(module.training for module in thoughtbubbles.load(tmp_path / "model").modules())
 
 
 @pytest.mark.usefixtures("no_shape_checks")

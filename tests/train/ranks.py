@@ -92,13 +92,13 @@ def kernels(folder: Path) -> None:
     """With TRITON_INTERPRET=1: a sharded model on our kernels has the gradients of one that is not sharded."""
     from triton.runtime import interpreter
 
-    from model.block_kernel_probe import accept_arrays_of_one, set_tiles
-    from model.write_kernel_probe import error
-    from thoughtbubbles.model import kernels
+    from kernels.block_probe import accept_arrays_of_one, set_tiles
+    from kernels.norm_probe import error
+    from thoughtbubbles import kernels
 
     interpreter._patch_lang_tensor = accept_arrays_of_one(interpreter._patch_lang_tensor)
     set_tiles(0)
-    kernels.serve = lambda x, dtype=None: dtype == torch.bfloat16  # as if the CPU were a GPU
+    kernels.for_blocks = lambda device, dtype: dtype == torch.bfloat16  # as if the CPU were a GPU
     config = small_config(n_head=2, width=32)  # heads of 16, which the kernels take
     assert lively_model(config).blocks[0].attention.has_kernel(torch.zeros(1, dtype=torch.bfloat16))
 

@@ -1,4 +1,4 @@
-"""Kernels that are compiled in the background. That they are those of a step: tests/model/block_kernel_probe.py."""
+"""Kernels that are compiled in the background. That they are those of a step: tests/kernels/block_probe.py."""
 
 import threading
 
@@ -40,8 +40,8 @@ def test_two_blocks_run_whatever_the_model(changes, residual):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_in_the_background_on_a_gpu():
-    from thoughtbubbles.model.kernels.norm import _write_norm
+    from thoughtbubbles.kernels.norm import _add_norm
 
     join = compile_ahead(small_config(n_head=2, width=32), ComputeConfig(), World(torch.device("cuda")))
     join()
-    assert _write_norm.device_caches
+    assert _add_norm.device_caches

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import thoughtbubbles
 from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.cli import main
-from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.loop import train
 from thoughtbubbles.train.resume import read_run
 from train.runs import assert_same_bits, losses, metrics, small_run, small_train
@@ -179,9 +179,9 @@ def test_a_new_run_takes_the_shape_of_the_model_it_starts_from(once, tmp_path):
     small = ("--tokens", "512", "--tokens-per-step", "256", "--eval.sample-tokens", "0", "--eval.tokens", "512")
     begin = ("train", "tiny", "--init-from", once, "--data.mixture", once.parent / "corpus", *small)
     assert command(*begin, "--out", tmp_path / "a") == 0
-    assert Thoughtbubbles.load(tmp_path / "a").config == Thoughtbubbles.load(once).config
+    assert thoughtbubbles.load(tmp_path / "a").config == thoughtbubbles.load(once).config
     assert command(*begin, "--out", tmp_path / "b", "--model.fork-layers", 1, 2, 3, "--model.budget", 3) == 0
-    config = Thoughtbubbles.load(tmp_path / "b").config
+    config = thoughtbubbles.load(tmp_path / "b").config
     assert (config.fork_layers, config.budget, config.width) == ((1, 2, 3), 3, 32)
     assert "does not fit the model" in str(command(*begin, "--out", tmp_path / "c", "--model.width", 64))
     shutil.rmtree(tmp_path / "a" / "step-00000002")
@@ -191,7 +191,7 @@ def test_a_new_run_takes_the_shape_of_the_model_it_starts_from(once, tmp_path):
 
 
 def test_a_run_that_goes_on_needs_the_model_it_started_from_no_more(once, tmp_path):
-    start = save_model(tmp_path / "start", Thoughtbubbles.load(once))
+    start = save_model(tmp_path / "start", thoughtbubbles.load(once))
     words = ("train", "tiny", "--init-from", start, "--out", tmp_path / "run", "--data.mixture", once.parent / "corpus")
     small = ("--tokens", "512", "--tokens-per-step", "256", "--eval.sample-tokens", "0", "--eval.tokens", "512")
     assert command(*words, *small) == 0
@@ -208,9 +208,9 @@ def test_the_shape_is_not_taken_from_a_run_of_another_name(once, tmp_path, monke
     begin = ("train", "tiny", "--init-from", once, *data, *small, "--resume")
     other = ("--model.budget", 1, "--model.selection", "block")
     assert command(*begin, *other) == 0
-    assert Thoughtbubbles.load("runs/tiny").config.budget == 1
+    assert thoughtbubbles.load("runs/tiny").config.budget == 1
     assert command(*begin, "--name", "foo") == 0
-    assert Thoughtbubbles.load("runs/foo").config == Thoughtbubbles.load(once).config
+    assert thoughtbubbles.load("runs/foo").config == thoughtbubbles.load(once).config
 
 
 def test_fresh_weights_where_a_recipe_would_start_from_others(once, tmp_path):

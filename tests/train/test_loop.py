@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import thoughtbubbles
 from helpers import GOLDEN, SAME_FUNCTION, named, no_waiting_for_the_gpu
 from thoughtbubbles.checkpoint import load_folder_tokenizer, save_model
 from thoughtbubbles.data.tokenizer import Bytes
@@ -80,7 +81,7 @@ def test_order_and_what_is_left_behind(tmp_path):
         assert 0 <= fork["scores"][0] <= fork["scores"][1] <= fork["scores"][2] <= 1
     assert forks[-1][0]["dropped"] == 0  # at r = 2 the first fork layer keeps every candidate
 
-    model = Thoughtbubbles.load(out)
+    model = thoughtbubbles.load(out)
     assert model.config == small_run(out).model
     assert load_folder_tokenizer(out).name == "bytes"
     assert result.held_out.keys() == {"corpus"}
@@ -116,7 +117,7 @@ def test_bf16_learns(tmp_path):
     result = train(small_run(tmp_path / "run", steps=4, compute_precision="bf16"))
     exact = train(small_run(tmp_path / "exact", steps=4))
     assert result.held_out["corpus"] == pytest.approx(exact.held_out["corpus"], rel=1e-2)
-    weights = Thoughtbubbles.load(tmp_path / "run").state_dict().values()
+    weights = thoughtbubbles.load(tmp_path / "run").state_dict().values()
     assert all(weight.dtype == torch.float32 for weight in weights)
 
 
@@ -130,7 +131,7 @@ def test_a_step_that_is_not_finite_is_skipped(tmp_path):
     assert skipped == [3]
     assert result.finished
     assert trainer.optimizer.updates == 4
-    assert all(weight.isfinite().all() for weight in Thoughtbubbles.load(tmp_path / "run").state_dict().values())
+    assert all(weight.isfinite().all() for weight in thoughtbubbles.load(tmp_path / "run").state_dict().values())
 
 
 def test_too_many_skipped_steps_stop_the_run(tmp_path):
@@ -141,7 +142,7 @@ def test_too_many_skipped_steps_stop_the_run(tmp_path):
         ValueError, match=r"3 steps in a row were not finite, so the run stops after step 6.*step-00000006"
     ):
         trainer.run()
-    good = Thoughtbubbles.load(tmp_path / "run" / "step-00000006").state_dict()
+    good = thoughtbubbles.load(tmp_path / "run" / "step-00000006").state_dict()
     assert all(weight.isfinite().all() for weight in good.values())
     hook.remove()
     assert train(small_run(tmp_path / "run", steps=9, optim_max_skipped=2), resume=True).finished

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from helpers import SAME_FUNCTION, SAME_FUNCTION_FLOAT32, lively_model, no_waiting_for_the_gpu, small_config
+from kernels import adamw_probe
 from thoughtbubbles.train.config import OptimConfig
 from thoughtbubbles.train.optim import Optimizer
-from train import adamw_probe
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]

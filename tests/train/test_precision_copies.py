@@ -29,7 +29,7 @@ def loss_of(model: Thoughtbubbles, ids: torch.Tensor) -> torch.Tensor:
 def inside(products: Products, linears: list[Linear]) -> list[torch.Tensor | None]:
     """The copies as a forward finds them."""
     with products():
-        return [linear.narrow for linear in linears]
+        return [linear.bf16_copy for linear in linears]
 
 
 def times_written(products: Products, linears: list[Linear]) -> list[int]:
@@ -115,7 +115,7 @@ def test_nobody_outside_sees_an_old_copy(change):
     with products():
         loss_of(model, ids)
     change(model)
-    assert [linear.narrow for linear in linears] == [None] * len(linears)
+    assert [linear.bf16_copy for linear in linears] == [None] * len(linears)
     twin = Thoughtbubbles(model.config)
     twin.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -127,9 +127,9 @@ def test_nobody_outside_sees_an_old_copy(change):
 def test_what_is_left_behind_by_an_exception():
     model, products, linears = make()
     with pytest.raises(ZeroDivisionError), products():  # noqa: PT012
-        assert all(linear.narrow is not None for linear in linears)
+        assert all(linear.bf16_copy is not None for linear in linears)
         raise ZeroDivisionError
-    assert [linear.narrow for linear in linears] == [None] * len(linears)
+    assert [linear.bf16_copy for linear in linears] == [None] * len(linears)
     assert not torch.is_autocast_enabled("cpu")
     write_over_all(model)
     assert_fresh(products, linears)
@@ -179,7 +179,7 @@ def test_other_precisions_round_nothing(precision, dtype):
     model, products, linears = make(precision)
     model.to(dtype)
     with products():
-        assert [linear.narrow for linear in linears] == [None] * len(linears)
+        assert [linear.bf16_copy for linear in linears] == [None] * len(linears)
         assert not torch.is_autocast_enabled("cpu")
         within = loss_of(model, ids_for(model))
     assert torch.equal(within, loss_of(model, ids_for(model)))
@@ -201,7 +201,7 @@ def test_a_sharded_model_is_left_alone():
     """FSDP rounds what it gathers; here only the products follow autocast."""
     model, products, linears = make(is_sharded=True)
     with products():
-        assert [linear.narrow for linear in linears] == [None] * len(linears)
+        assert [linear.bf16_copy for linear in linears] == [None] * len(linears)
         assert torch.is_autocast_enabled("cpu")
         ours = loss_of(model, ids_for(model))
     with torch.autocast("cpu", torch.bfloat16):

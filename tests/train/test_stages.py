@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from thoughtbubbles import Thoughtbubbles
+import thoughtbubbles
 from thoughtbubbles.data.prepare import prepare
 from thoughtbubbles.recipes import recipe
 from thoughtbubbles.train.loop import train
@@ -57,8 +57,8 @@ def test_pretraining_then_midtraining(folders, tmp_path):
     assert second.finished
     assert second.held_out.keys() == {*shares, "mixture"}
     assert second.held_out["mixture"] == pytest.approx(sum(shares[name] * second.held_out[name] for name in shares))
-    begun = Thoughtbubbles.load(first).state_dict()["embedding.weight"]
-    ended = Thoughtbubbles.load(second.folder).state_dict()["embedding.weight"]
+    begun = thoughtbubbles.load(first).state_dict()["embedding.weight"]
+    ended = thoughtbubbles.load(second.folder).state_dict()["embedding.weight"]
     assert 0 < (begun - ended).abs().max() < 0.05  # it went on from there: fresh weights would differ by more
     again = train(replace(small_run(tmp_path / "fresh", steps=8, data_mixture=mixture), init_from=None))
     assert losses(second.folder)[0] < losses(again.folder)[0]

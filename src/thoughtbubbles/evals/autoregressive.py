@@ -26,7 +26,7 @@ from thoughtbubbles.model import inputs
 from thoughtbubbles.model.budget import BudgetLike
 from thoughtbubbles.model.config import BudgetMode, ModelConfig
 from thoughtbubbles.model.loss import IGNORED
-from thoughtbubbles.model.streams import wide
+from thoughtbubbles.model.streams import at_least_float32
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 UNKNOWN = -1  # in place of the likeliest token, where nothing was predicted or nobody looked
@@ -236,7 +236,7 @@ def _step(
     part: Windows, t: int, prediction: Prediction, rows: Bool[Tensor, "B"], vocab_size: int | None, *, share: float
 ) -> Step:
     """The column of token t. The prediction is of `rows` alone, or of the whole batch."""
-    logits = wide(prediction.logits)
+    logits = at_least_float32(prediction.logits)
     logits = logits[rows] if len(logits) == len(rows) else logits
     nll = logits.new_zeros(len(rows), 1)
     likeliest = torch.full_like(part.ids[:, :1], UNKNOWN)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from thoughtbubbles import __version__
-from thoughtbubbles.checkpoint import find_model, load_folder_tokenizer, load_model
+from thoughtbubbles.checkpoint import find_model, load, load_folder_tokenizer
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.evals.autoregressive import Windows
 from thoughtbubbles.evals.documents import Exam, data_folder, open_exam
@@ -123,7 +123,7 @@ def _model(folder: Path, settings: Evaluation, device: torch.device) -> Thoughtb
         raise ValueError("--dtype float64: mps has none; take --device cpu")
     if settings.compile and device.type != "cuda":
         raise ValueError("--compile: needs a CUDA GPU; leave it out on other devices")
-    model = load_model(folder, device=device, dtype=torch.float64 if settings.dtype == "float64" else torch.float32)
+    model = load(folder, device=device, dtype=torch.float64 if settings.dtype == "float64" else torch.float32)
     for budget in settings.budget:
         if wrong := budget_problem(model.config, budget):
             raise ValueError(f"--{wrong}")

@@ -24,7 +24,7 @@ from thoughtbubbles.model.budget import Budget, brief
 from thoughtbubbles.model.config import MOST, ModelConfig, is_whole
 from thoughtbubbles.model.inputs import whole_numbers
 from thoughtbubbles.model.selection import Rule
-from thoughtbubbles.model.streams import wide_dtype
+from thoughtbubbles.model.streams import accumulation_dtype
 
 
 class Span(NamedTuple):
@@ -109,7 +109,7 @@ class Cache(NamedTuple):
                 and span.key.shape[4] == config.head_size
                 and (span.level is not None) == (start in config.fork_layers)
                 and span.key.device == weight.device
-                and span.log_score.dtype == wide_dtype(weight.dtype)
+                and span.log_score.dtype == accumulation_dtype(weight.dtype)
                 for span, start, end in zip(self.spans, starts, [*starts[1:], config.n_layer], strict=True)
             )
         )
@@ -223,7 +223,7 @@ def new_cache(
             Span(
                 key=torch.zeros(kept, dtype=dtype, device=device),
                 value=torch.zeros(kept, dtype=dtype, device=device),
-                log_score=torch.zeros(rows, slots, dtype=wide_dtype(dtype), device=device),
+                log_score=torch.zeros(rows, slots, dtype=accumulation_dtype(dtype), device=device),
                 token=torch.zeros(rows, slots, dtype=torch.int32, device=device),
                 used=torch.zeros(rows, dtype=torch.int64, device=device),
                 level=torch.zeros(rows, shape.candidates + 1, dtype=torch.int32, device=device)
@@ -253,7 +253,7 @@ def cache_memory(
     return CacheMemory(
         keys=vectors,
         values=vectors,
-        streams=rows * (wide_dtype(dtype).itemsize + 4) * sum(s.slots + 1 for s in shapes),
+        streams=rows * (accumulation_dtype(dtype).itemsize + 4) * sum(s.slots + 1 for s in shapes),
         levels=rows * 4 * sum(s.candidates + 1 for s in shapes if s.candidates),
         counts=rows * 8 * (len(shapes) + 3),
     )

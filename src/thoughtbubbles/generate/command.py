@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from thoughtbubbles.checkpoint import find_model, load_folder_tokenizer, load_model
+from thoughtbubbles.checkpoint import find_model, load, load_folder_tokenizer
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.generate.requests import Completion, Method, Request, Token, budget_remark, exact_method, stream
 from thoughtbubbles.generate.show import Bubbles, Screen, bubble_sizes, colour, legend, shown
@@ -83,7 +83,7 @@ class Reader:
                 f"--checkpoint {folder} has no tokenizer.json, and without a tokenizer there is no text: save the "
                 "model with save_model(…, tokenizer=…)"
             )
-        model = load_model(folder, device=device, dtype=dtype).eval()
+        model = load(folder, device=device, dtype=dtype).eval()
         prompt = tokenizer.encode(str(request.prompt))
         method = method or exact_method(model.config)
         return cls(folder, model, tokenizer, request, prompt, method, budget_mode, compiled)

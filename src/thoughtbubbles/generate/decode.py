@@ -18,13 +18,20 @@ from torch import Tensor, nn
 
 from thoughtbubbles.generate.cache import Cache, Span, budget_of_rows, new_cache
 from thoughtbubbles.model import head, inputs
-from thoughtbubbles.model.attention import PATHS, AttentionPath, Attenuation, attenuated, attenuation
-from thoughtbubbles.model.block import write
+from thoughtbubbles.model.attention import PATHS, AttentionPath, gated
+from thoughtbubbles.model.block import Residual
 from thoughtbubbles.model.budget import Budget, BudgetLike, brief
 from thoughtbubbles.model.config import ModelConfig, is_whole
-from thoughtbubbles.model.rope import Rotation, rotation
+from thoughtbubbles.model.layout import Layout, attenuation, layout_at
 from thoughtbubbles.model.selection import NextToken
-from thoughtbubbles.model.streams import Streams, find_bubbles, positions, take, wide, wide_dtype
+from thoughtbubbles.model.streams import (
+    Streams,
+    accumulation_dtype,
+    at_least_float32,
+    find_bubbles,
+    positions,
+    take,
+)
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 
@@ -106,13 +113,13 @@ def _fill(model: Thoughtbubbles, given: inputs.Inputs, cache: Cache) -> tuple[Pr
     n_tokens = given.ids.shape[1]
     storage = iter([(span.key[i], span.value[i]) for span in cache.spans for i in range(span.key.shape[0])])
 
-    def path(q: Tensor, k: Tensor, v: Tensor, by: Attenuation) -> tuple[Tensor, Tensor | None]:
+    def path(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         key, value = next(storage)
         key[:, :, : k.shape[2]] = k
-        value[:, :, : v.shape[2]] = attenuated(v, by)
-        return PATHS[model.attention](q, k, v, by)
+        value[:, :, : v.shape[2]] = gated(v, layout)
+        return PATHS[model.attention](q, k, v, layout)
 
-    streams, forks, _ = model.run_layers(given, path)
+    streams, forks = model.run_layers(given, path)
     spans = []
     records = dict(zip(model.config.fork_layers, forks, strict=True))
     for start, span in zip(sorted({0, *model.config.fork_layers}), cache.spans, strict=True):
@@ -172,8 +179,7 @@ def _check_cache(name: str, cache: Cache, model: Thoughtbubbles) -> None:
 class View(NamedTuple):
     """What the blocks of a span need to know of a step: the new streams, and the kept ones that they look at."""
 
-    turn: Rotation
-    by: Attenuation
+    layout: Layout
     place: Int[Tensor, "B W"]  # where each new stream is kept
     used: Int[Tensor, "B"]  # how many are kept already; new stream i looks at the slots up to used + i
     key_bias: Float[Tensor, "B S"] | None
@@ -183,7 +189,7 @@ def embed_next(model: Thoughtbubbles, ids: Int[Tensor, "B"]) -> Streams:
     """One token a row: its original, or its copies."""
     x = model.embedding(ids)[:, None].repeat(1, model.config.copies, 1)
     token = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
-    return Streams(x, torch.zeros_like(token, dtype=wide_dtype(x.dtype)), token)
+    return Streams(x, torch.zeros_like(token, dtype=accumulation_dtype(x.dtype)), token)
 
 
 def enter(
@@ -215,11 +221,10 @@ def enter(
     own = torch.arange(streams.token.shape[1], device=active.device)
     position = positions(streams.token, find_bubbles(streams.token, 1), streams.log_score.dtype) + n_tokens[:, None]
     view = View(
-        turn=rotation(position, config.head_size, first=config.first_position),
-        by=Attenuation() if fork is None else attenuation(streams.log_score, config),  # before any fork scores are 1
+        layout=layout_at(position, None if fork is None else streams.log_score, config),
         place=torch.where(own < added[:, None], span.used[:, None] + own, span.token.shape[1] - 1),
         used=span.used,
-        key_bias=None if fork is None else attenuation(span.log_score, config).key_bias,
+        key_bias=None if fork is None else attenuation(span.log_score, config)[0],
     )
     return streams, view, span.used + added
 
@@ -240,10 +245,10 @@ def run_blocks(
     visible = slot <= view.used[:, None, None, None] + own[:, None]
     bias = torch.zeros_like(span.log_score) if view.key_bias is None else view.key_bias
     mask = torch.where(visible, bias[:, None, None, :seen], -math.inf)
-    pending = None
+    residual = Residual(x)
     for block, key, value in zip(blocks, span.key, span.value, strict=True):
-        x, pending, _ = block(x, pending, view.turn, view.by, cached_attention(key, value, view.place, mask))
-    return write(x, pending, view.by)
+        residual = block(residual, view.layout, cached_attention(key, value, view.place, mask))
+    return residual.total(view.layout.gate)
 
 
 def cached_attention(
@@ -254,14 +259,13 @@ def cached_attention(
 ) -> AttentionPath:
     """Keeps the new streams' keys and values, then attends over the first n slots; `mask` is added to the logits."""
 
-    def path(q: Tensor, k: Tensor, v: Tensor, by: Attenuation) -> tuple[Tensor, Tensor | None]:
+    def path(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         index = place[:, None, :, None].expand_as(k)
         key.scatter_(2, index, k.to(key.dtype))
-        value.scatter_(2, index, attenuated(v, by).to(value.dtype))
+        value.scatter_(2, index, gated(v, layout).to(value.dtype))
         with torch.autocast(q.device.type, enabled=False):
-            keys, values = (wide(kept[:, :, : mask.shape[-1]]) for kept in (key, value))
-            out = F.scaled_dot_product_attention(wide(q), keys, values, attn_mask=mask)
-            return out.to(v.dtype), None
+            keys, values = (at_least_float32(kept[:, :, : mask.shape[-1]]) for kept in (key, value))
+            return F.scaled_dot_product_attention(at_least_float32(q), keys, values, attn_mask=mask).to(v.dtype)
 
     return path
 
@@ -291,7 +295,7 @@ def advance(
     widths: Sequence[int] | None = None,
     parts: Parts = PLAIN,
 ) -> tuple[Prediction, Cache]:
-    """`decode_step` behind the door. The widest bubble of the batch sets a step's width.
+    """`decode_step` after input validation. The widest bubble of the batch sets a step's width.
 
     With `widths`, one for each span, no value is looked at: every shape is known beforehand.
     """

@@ -13,54 +13,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thoughtbubbles import kernels
 from thoughtbubbles.generate.cache import Cache, Span
 from thoughtbubbles.generate.decode import Parts, Prediction, View, advance, enter, next_logits, run_blocks
-from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.config import OURS, ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 WIDEST = 16  # four fork layers
 
 
 def fast_blocks(blocks: Sequence[Any], x: Tensor, span: Span, view: View, seen: int) -> Tensor:
-    """`run_blocks` on the kernels of `model/kernels/decode.py`, which read the used slots only."""
-    from thoughtbubbles.model.kernels.decode import add_norm, attend, linear, partial_linear
+    """`run_blocks` on the kernels of kernels/decode.py, which read the used slots only."""
+    from thoughtbubbles.kernels.decode import add_norm, attend, linear, partial_linear
 
     batch, width, channels = x.shape
     x, parts, bias = x.reshape(batch * width, channels), None, blocks[0].mlp.down.bias
-    write = None if view.by.write is None else view.by.write.reshape(-1)
+    layout = view.layout
+    gate = None if layout.gate is None else layout.gate.reshape(-1)
     for block, key, value in zip(blocks, span.key, span.value, strict=True):
         attention, mlp = block.attention, block.mlp
-        x, h = add_norm(x, parts, bias, write, block.attention_norm)
+        x, h = add_norm(x, parts, bias, gate, block.attention_norm)
         qkv = linear(h, attention.qkv.weight, attention.qkv.bias)
-        heads = attend(qkv, *view.turn, view.by.value, key, value, view.key_bias, view.place, view.used)
+        heads = attend(qkv, *layout.rotary, layout.value_gate, key, value, view.key_bias, view.place, view.used)
         parts = partial_linear(heads, attention.out.weight)
-        x, h = add_norm(x, parts, attention.out.bias, write, block.mlp_norm)
+        x, h = add_norm(x, parts, attention.out.bias, gate, block.mlp_norm)
         hidden = linear(h, mlp.up.weight, mlp.up.bias, gelu=True)
         parts, bias = partial_linear(hidden, mlp.down.weight), mlp.down.bias
-    x, _ = add_norm(x, parts, bias, write, blocks[-1].mlp_norm)
+    x, _ = add_norm(x, parts, bias, gate, blocks[-1].mlp_norm)
     return x.view(batch, width, channels)
 
 
-def suits_kernels(model: Thoughtbubbles) -> bool:
-    """Half precision on an NVIDIA GPU, and a shape that divides into the kernels' tiles, as all the paper's do.
-
-    They have our attention and our GELU, not the authors'.
-    """
+def has_kernels(model: Thoughtbubbles) -> bool:
+    """Kernels for a decoding step have our attention and our GELU, not the authors'."""
     weight, config = model.embedding.weight, model.config
-    return (
-        weight.is_cuda
-        and torch.version.cuda is not None
-        and weight.dtype in (torch.bfloat16, torch.float16)
-        and config.width % 256 == 0
-        and config.head_size in (32, 64, 128)
-        and not config.authors_compat
-    )
+    is_available = kernels.for_decoding(weight.device, weight.dtype, width=config.width, head_size=config.head_size)
+    return is_available and config.form == OURS
 
 
 @once
-def fast_parts(*, kernels: bool) -> Parts:
+def fast_parts(*, on_kernels: bool) -> Parts:
     compiled: list[Any] = [torch.compile(part, dynamic=False, fullgraph=True) for part in (enter, next_logits)]
-    return Parts(enter=compiled[0], blocks=fast_blocks if kernels else run_blocks, logits=compiled[1])
+    return Parts(enter=compiled[0], blocks=fast_blocks if on_kernels else run_blocks, logits=compiled[1])
 
 
 class GraphStep:
@@ -79,7 +72,7 @@ class GraphStep:
                 f"with {len(model.config.fork_layers)} fork layers a compiled step is {max(self.widths)} streams wide, "
                 f"and beyond {WIDEST} that takes far longer than what a token really needs: decode without compiling"
             )
-        fast = fast_parts(kernels=suits_kernels(model))
+        fast = fast_parts(on_kernels=has_kernels(model))
         self._blocks, self.parts = fast.blocks, Parts(fast.enter, self._blocks_and_cut, fast.logits)
         self.ids = torch.zeros_like(cache.n_tokens)
         self.active = torch.zeros_like(cache.n_tokens, dtype=torch.bool)

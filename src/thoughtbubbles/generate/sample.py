@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thoughtbubbles.model.budget import brief
 from thoughtbubbles.model.config import is_number, is_whole
-from thoughtbubbles.model.streams import wide
+from thoughtbubbles.model.streams import at_least_float32
 
 HOTTEST = 1e6  # temperature: still far from where −inf / temperature is no number in float32
 ALL = 2**31  # top-k: more tokens than any vocabulary has
@@ -119,8 +119,8 @@ def pick(
     n_top: int = 0,
 ) -> Picked:
     """Draws the next token. `draw` is a number in [0, 1) for each row; ids from `n_ids` on never occur."""
-    log_probs = wide(logits).log_softmax(-1)
-    allowed = processed(wide(logits), rows, n_ids=n_ids, seen=seen)
+    log_probs = at_least_float32(logits).log_softmax(-1)
+    allowed = processed(at_least_float32(logits), rows, n_ids=n_ids, seen=seen)
     chosen = allowed.argmax(-1, keepdim=True)
     if not rows.only_greedy:
         chosen = torch.where(rows.greedy[:, None], chosen, _drawn(allowed, draw))

@@ -29,7 +29,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from thoughtbubbles.checkpoint import find_model, load_folder_tokenizer, load_model
+from thoughtbubbles.checkpoint import find_model, load, load_folder_tokenizer
 from thoughtbubbles.evals.documents import records
 from thoughtbubbles.evals.likelihood import BATCH_TOKENS, Query, log_likelihoods
 from thoughtbubbles.files import short_name
@@ -86,7 +86,7 @@ class ThoughtbubblesLM(TemplateLM):
         self._device = _device(device)
         self.dtype = dtype
         kept = torch.float64 if dtype == "float64" else torch.float32
-        self.model = load_model(self.folder, device=self._device, dtype=kept).eval()
+        self.model = load(self.folder, device=self._device, dtype=kept).eval()
         if budget is not None and (wrong := budget_problem(self.model.config, budget)):
             raise ValueError(wrong)
         self.budget = budget

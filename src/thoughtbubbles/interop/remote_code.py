@@ -6,9 +6,9 @@ module that the wrapper needs is written there as one flat file, its text unchan
     from thoughtbubbles.model.block import Block         →  from .model_block import Block
     from thoughtbubbles.model import head                →  from .model_head import this_module as head
     from jaxtyping import Float                          →  from .shapes import Float   (a stand-in, checks nothing)
-    from thoughtbubbles.checkpoint import load_model     →  an error that says so       (stays at home; in functions)
+    from thoughtbubbles.checkpoint import load     →  an error that says so       (stays at home; in functions)
 
-GPU kernels stay at home: `model/kernels` then says that it has none, and every step takes its plain twin.
+GPU kernels stay at home: `kernels` then says that it has none, and every step takes its reference implementation.
 """
 
 import ast
@@ -117,7 +117,7 @@ def rewritten(module: str, travelling: list[str]) -> str:
         if new is not None:
             lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + line for line in new]
     text = "\n".join(lines) + "\n"
-    return header(module) + (without_kernels(text) if module.endswith(".kernels") else text)
+    return header(module) + (without_kernels(text) if module == f"{PACKAGE}.kernels" else text)
 
 
 def rewritten_import(node: ast.ImportFrom | ast.Import, travelling: list[str], *, is_top: bool) -> list[str] | None:

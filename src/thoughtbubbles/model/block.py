@@ -1,85 +1,90 @@
-"""The transformer block: GPT-2's, with rotary positions and score-attenuated writes.
+"""The transformer block: GPT-2's pre-norm block, with rotary positions, whose updates are gated by the scores P.
 
     x ← x + P · Attention(LayerNorm(x)),    x ← x + P · MLP(LayerNorm(x))
 
-Before the first fork layer every score P is 1 and this is exactly a plain GPT block. Each write belongs to the norm
-behind it, so that a kernel can do both in one pass over the streams. So a block leaves its last update unwritten
-(`pending`) to the next block, and whoever needs the streams themselves writes it (`write`).
+Before the first fork layer every score is 1 and this is exactly a plain GPT block. Each addition and the LayerNorm
+after it are one pass over the streams (on a GPU, one kernel). So an update waits in `Residual` until the next norm adds
+it, if need be that of the next block.
 """
+
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from thoughtbubbles.model import kernels
-from thoughtbubbles.model.attention import Attention, AttentionPath, Attenuation, Update
+from thoughtbubbles import kernels
+from thoughtbubbles.kernels import ops
+from thoughtbubbles.model.attention import Attention, AttentionPath, Update
+from thoughtbubbles.model.config import OURS, Form
+from thoughtbubbles.model.layout import Layout
 from thoughtbubbles.model.linear import Linear, product_dtype
-from thoughtbubbles.model.rope import Rotation
+
+
+class Residual(NamedTuple):
+    """The residual streams: x, and the last update, which is not added yet."""
+
+    x: Float[Tensor, "B S D"]
+    update: Update | None = None
+    is_saved: bool = False  # whether a norm has kept x for its backward: the next one need not keep a tensor of its own
+
+    def add(self, update: Update) -> "Residual":
+        assert self.update is None, "a norm comes between two updates"
+        return Residual(self.x, update, self.is_saved)
+
+    def total(self, gate: Float[Tensor, "B S"] | None) -> Float[Tensor, "B S D"]:
+        if self.update is None:
+            return self.x
+        update = self.update.total()
+        return self.x + (update if gate is None else update * gate[..., None]).to(self.x.dtype)
+
+
+class AddNorm(nn.LayerNorm):
+    """Adds the update that waits, then LayerNorm, in the streams' own dtype whatever its weights have."""
+
+    def forward(  # type: ignore[override]
+        self, residual: Residual, gate: Float[Tensor, "B S"] | None
+    ) -> tuple[Float[Tensor, "B S D"], Residual]:
+        """The norm, and the streams with the update added."""
+        x, dtype = residual.x, product_dtype(residual.x)
+        if kernels.for_blocks(x.device, dtype):
+            update, update_bias = residual.update or (None, None)
+            x, normed = ops.add_norm(
+                x, update, update_bias=update_bias, gate=gate, weight=self.weight, bias=self.bias, eps=self.eps,
+                dtype=dtype, save_sum=not residual.is_saved,
+            )  # fmt: skip
+            return normed, Residual(x, is_saved=not residual.is_saved)
+        x = residual.total(gate)
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps), Residual(x)
 
 
 class MLP(nn.Module):
-    def __init__(self, width: int, *, tanh_gelu: bool = False):
+    def __init__(self, width: int, form: Form = OURS):
         super().__init__()
-        self.tanh_gelu = tanh_gelu
+        self.form = form
         self.up = Linear(width, 4 * width)
         self.down = Linear(4 * width, width)
 
     def forward(self, x: Float[Tensor, "B S D"]) -> Update:
-        if self.tanh_gelu:
+        if self.form.tanh_gelu:
             return Update(self.down(F.gelu(self.up(x), approximate="tanh")))
-        if kernels.serve(x, product_dtype(x)):
-            from thoughtbubbles.model.kernels.gelu import gelu
-
+        if kernels.for_blocks(x.device, product_dtype(x)):
             # A copy of the bias: the next block uses it, when a sharded model may have let go of this one's weights.
-            return Update(self.down.product(gelu(self.up.product(x), self.up.bias)), self.down.bias.clone())
+            return Update(self.down.product(ops.gelu(self.up.product(x), self.up.bias)), self.down.bias.clone())
         return Update(self.down(F.gelu(self.up(x))))
 
 
-class Norm(nn.LayerNorm):
-    """A write and the LayerNorm behind it, in the streams' own dtype whatever its weights have (a sharded model's)."""
-
-    def forward(  # type: ignore[override]
-        self, x: Float[Tensor, "B S D"], update: Update | None, by: Attenuation, *, keep_written: bool = True
-    ) -> tuple[Float[Tensor, "B S D"], Float[Tensor, "B S D"]]:
-        """The streams with the update written into them, and their norm.
-
-        keep_written  what a kernel keeps for its backward: the streams after the write, or before it
-        """
-        dtype = product_dtype(x)
-        if kernels.serve(x, dtype):
-            from thoughtbubbles.model.kernels.norm import write_norm
-
-            value, shift = update or (None, None)
-            return write_norm(
-                x, value, shift=shift, score=by.write, weight=self.weight, bias=self.bias, eps=self.eps,
-                dtype=dtype, keep_written=keep_written,
-            )  # fmt: skip
-        x = write(x, update, by)
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        return x, F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
-
-
 class Block(nn.Module):
-    def __init__(self, width: int, n_head: int, *, score_channel: bool = False, tanh_gelu: bool = False):
+    def __init__(self, width: int, n_head: int, form: Form = OURS):
         super().__init__()
-        self.attention_norm = Norm(width)
-        self.attention = Attention(width, n_head, score_channel=score_channel)
-        self.mlp_norm = Norm(width)
-        self.mlp = MLP(width, tanh_gelu=tanh_gelu)
+        self.attention_norm = AddNorm(width)
+        self.attention = Attention(width, n_head, form)
+        self.mlp_norm = AddNorm(width)
+        self.mlp = MLP(width, form)
 
-    def forward(
-        self, x: Float[Tensor, "B S D"], pending: Update | None, turn: Rotation, by: Attenuation, path: AttentionPath
-    ) -> tuple[Float[Tensor, "B S D"], Update, Float[Tensor, "B N S S"] | None]:
-        """The streams, the update still to be written into them, and the attention weights if the path keeps them."""
-        x, h = self.attention_norm(x, pending, by)
-        update, weights = self.attention(h, turn, by, path)
-        # The streams between the two writes are what this norm starts from, and the first one keeps them.
-        x, h = self.mlp_norm(x, update, by, keep_written=False)
-        return x, self.mlp(h), weights
-
-
-def write(x: Float[Tensor, "B S D"], update: Update | None, by: Attenuation) -> Float[Tensor, "B S D"]:
-    if update is None:
-        return x
-    value = update.value if update.shift is None else update.value + update.shift
-    return x + (value if by.write is None else value * by.write[..., None]).to(x.dtype)
+    def forward(self, x: Residual, layout: Layout, path: AttentionPath) -> Residual:
+        normed, x = self.attention_norm(x, layout.gate)
+        x = x.add(self.attention(normed, layout, path))
+        normed, x = self.mlp_norm(x, layout.gate)
+        return x.add(self.mlp(normed))

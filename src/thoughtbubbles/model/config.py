@@ -4,7 +4,7 @@ One class, three settings: plain GPT (no fork layers), copy-N (`copies=N`) and T
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from thoughtbubbles.model.budget import Budget, BudgetLike, brief
 
@@ -22,6 +22,21 @@ MOST = {
     "block_size": 2**24,
     "copies": 1_000,
 }
+
+
+class Form(NamedTuple):
+    """How a model computes where the authors' code and ours differ."""
+
+    first_position: int = 0  # of token 0
+    score_channel: bool = False  # the key's log score takes the place of the last channel of q·k
+    tanh_gelu: bool = False  # the tanh approximation of GELU
+    levels: int = 4096  # log scores are ranked in steps of 1/levels; within a step the earlier candidate wins
+    residual_sum: bool = False  # residual merge: Σ P x in place of the weighted average
+
+
+OURS = Form()
+# Levels: their bfloat16 tells scores near 1 apart that are equal in our steps.
+AUTHORS = Form(first_position=1, score_channel=True, tanh_gelu=True, levels=2**20, residual_sum=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,14 +170,9 @@ class ModelConfig:
         return not self.fork_layers or self.selection == "causal"
 
     @property
-    def score_channel(self) -> bool:
-        """Whether the last channel of queries and keys is given up to the score, as it is in the authors' code."""
-        return self.authors_compat and bool(self.fork_layers)
-
-    @property
-    def first_position(self) -> int:
-        """Where token 0 stands. It matters only where a turned channel is given up: else turns cancel in q·k."""
-        return 1 if self.authors_compat else 0
+    def form(self) -> Form:
+        """A model without fork layers has no scores that could take a channel."""
+        return AUTHORS._replace(score_channel=bool(self.fork_layers)) if self.authors_compat else OURS
 
     @property
     def head_size(self) -> int:

@@ -9,16 +9,17 @@ parent. A surviving fork is its parent's x plus a learned embedding. Selection h
 attenuation of attention and residual writes, and through the merge.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from thoughtbubbles.model.selection import LEVELS, NextToken, Rule, candidate_keys, candidate_levels, pack
-from thoughtbubbles.model.streams import Streams, bubble_sizes, is_original, relocate, take, wide
+from thoughtbubbles.model.config import OURS
+from thoughtbubbles.model.gradients import gather_with_inverse, norm_and_project
+from thoughtbubbles.model.selection import NextToken, Rule, candidate_keys, candidate_levels, pack
+from thoughtbubbles.model.streams import Streams, at_least_float32, bubble_sizes, is_original, take
 
 FLOOR = -20.0  # of one log score: exp(−20) is as good as deleted, and gradients stay finite
 
@@ -47,47 +48,14 @@ class ScoreHead(nn.Module):
         self.bias = nn.Parameter(torch.empty(2)) if bias is not None else None
 
     def forward(self, x: Float[Tensor, "B S D"], norm: nn.LayerNorm) -> Float[Tensor, "B S 2"]:
-        z = _Scores.apply(wide(x), wide(norm.weight), wide(norm.bias), wide(self.weight), norm.eps)
+        z = norm_and_project(x, norm, self.weight)
         if self.bias is not None:
-            z = z + wide(self.bias)
+            z = z + at_least_float32(self.bias)
         return F.logsigmoid(z).clamp(min=FLOOR)
 
 
-class _Scores(torch.autograd.Function):
-    """z_k = Σ_d W_kd (γ_d x̂_d + β_d) with x̂ = (x − mean) / deviation, for k = fork, keep.
-
-    Its gradient needs no new sum over the width: with u_k = γ W_k, and Σ_d u_kd x̂_d = z_k − Σ_d W_kd β_d known,
-
-        ∂/∂x = Σ_k g_k (u_k − mean(u_k) − x̂ (Σ_d u_kd x̂_d) / D) / deviation,
-
-    and those of γ, β and W all follow from Σ g_k x̂ and Σ g_k over all streams: x is read twice and nothing of its
-    size is written but its gradient. Autograd's own way writes two more.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed, mean, inverse = torch.native_layer_norm(x, (x.shape[-1],), scale, shift, eps)
-        # Products and a sum, no matrix product: neither autocast nor TF32 can round them, and they fuse with the norm.
-        z = torch.stack([(normed * weight[0]).sum(-1), (normed * weight[1]).sum(-1)], dim=-1)
-        ctx.save_for_backward(x, scale, shift, weight, mean, inverse, z)
-        return z
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, shift, weight, mean, inverse, z = ctx.saved_tensors
-        unit = (x - mean) * inverse  # x̂
-        along = (upstream * (z - (weight * shift).sum(-1))).sum(-1, keepdim=True) / x.shape[-1]
-        centred = scale * weight - (scale * weight).mean(-1, keepdim=True)
-        fork, keep = upstream[..., :1], upstream[..., 1:]
-        x_gradient = (fork * centred[0] + keep * centred[1] - unit * along) * inverse
-        by_unit = torch.stack([(fork * unit).sum((0, 1)), (keep * unit).sum((0, 1))])
-        total = upstream.sum((0, 1))[:, None]
-        return x_gradient, (weight * by_unit).sum(0), (weight * total).sum(0), scale * by_unit + shift * total, None
-
-
 class ForkLayer(nn.Module):
-    def __init__(self, width: int, *, score_bias: int | float | None, levels: int = LEVELS):
+    def __init__(self, width: int, *, score_bias: int | float | None, levels: int = OURS.levels):
         super().__init__()
         self.levels = levels
         self.norm = nn.LayerNorm(width)
@@ -114,10 +82,12 @@ class ForkLayer(nn.Module):
 
         used = chosen < 2 * n_streams
         parent, is_fork = chosen // 2, (chosen % 2 == 0) & used  # of no candidate: S, a slot past the end
-        x = relocate(streams.x, parent, place.unflatten(1, (n_streams, 2)))  # on as its fork, as itself, or not at all
+        x = gather_with_inverse(
+            streams.x, parent, place.unflatten(1, (n_streams, 2))
+        )  # on as its fork, as itself, or not at all
         after = Streams(
             x=x + torch.where(is_fork[..., None], self.embedding, 0).to(x.dtype),
-            log_score=relocate(log_score, chosen, place[..., None]),
+            log_score=gather_with_inverse(log_score, chosen, place[..., None]),
             token=torch.where(used, take(streams.token, parent.clamp(max=n_streams - 1)), n_tokens),
         )
         record = ForkRecord(

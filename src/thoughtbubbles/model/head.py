@@ -7,36 +7,33 @@ With w the softmax of the log scores within a bubble, e(·) the final norm follo
     original    p(y) = softmax(e(x_original))[y]
 
 All three are mixtures of the rows that get decoded (`Rows`); the last two have a single row a token. The authors' code
-has Σ_j P_j x_j in place of the average (`residual_sum`): to the final norm the same, but for its small constant.
+has Σ_j P_j x_j in place of the average (`Form.residual_sum`): to the final norm the same, but for its small constant.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from thoughtbubbles.model.config import Merge
+from thoughtbubbles.model.gradients import gather_with_inverse, weighted_sum
 from thoughtbubbles.model.loss import IGNORED, mean_loss, row_log_prob
 from thoughtbubbles.model.streams import (
     Streams,
+    at_least_float32,
     bubble_scan,
     bubble_sizes,
     find_bubbles,
     is_original,
     originals,
-    relocate,
     streams_up_to,
     take,
     take_or_zero,
-    wide,
 )
-
-UNROLLED = 16  # streams of a bubble that are added up one after the other; more take a scan over the whole row
 
 
 class Rows(NamedTuple):
@@ -66,7 +63,7 @@ def rows_to_decode(
     tokens, real = torch.arange(n_tokens, device=sizes.device), sizes > 0  # a padded row has fewer tokens than T
     if merge == "original":
         back = torch.where(is_original(streams.token, n_tokens), streams.token, n_tokens)
-        x = relocate(streams.x, torch.where(real, up_to - 1, streams.token.shape[1]), back[..., None])
+        x = gather_with_inverse(streams.x, torch.where(real, up_to - 1, streams.token.shape[1]), back[..., None])
     elif residual_sum:
         x = sum_residual(streams, n_tokens=n_tokens, max_bubble=max_bubble)
     else:
@@ -104,7 +101,10 @@ def last_bubbles(streams: Streams, lengths: Int[Tensor, "B"], *, n_tokens: int, 
 def sum_residual(streams: Streams, *, n_tokens: int, max_bubble: int) -> Float[Tensor, "B T D"]:
     """Σ_j P_j x_j over the bubble of each token; 0 past a padded row's end."""
     start, _ = find_bubbles(streams.token, n_tokens)
-    share, most = streams.log_score.exp()[..., None] * wide(streams.x), min(max_bubble, streams.token.shape[1])
+    share, most = (
+        streams.log_score.exp()[..., None] * at_least_float32(streams.x),
+        min(max_bubble, streams.token.shape[1]),
+    )
     total = bubble_scan(share, start, torch.add, max_bubble=most)
     up_to, sizes = streams_up_to(streams.token, n_tokens), bubble_sizes(streams.token, n_tokens)
     return take_or_zero(total, torch.where(sizes > 0, up_to - 1, streams.token.shape[1])).to(streams.x.dtype)
@@ -117,46 +117,15 @@ def merge_residual(streams: Streams, *, n_tokens: int, max_bubble: int) -> Float
     largest = bubble_scan(log_score, start, torch.maximum, max_bubble=most)
     score = (log_score - take(largest, end)).exp()  # relative to the bubble's best, so the sum is at least 1
     weight = score / take(bubble_scan(score, start, torch.add, max_bubble=most), end)
-    merged = _Merge.apply(streams.x, streams.log_score, weight, streams.token, start, n_tokens, most)
+    merged = weighted_sum(
+        streams.x, streams.log_score, weight, streams.token, start, n_tokens=n_tokens, max_bubble=most
+    )
     return merged.to(streams.x.dtype)
-
-
-class _Merge(torch.autograd.Function):
-    """The weighted sum, with both gradients as gathers from the token's gradient g_t: no scatter of whole residuals.
-
-    ∂/∂x_j = w_j g_t,    ∂/∂(log score)_j = w_j (x_j − m_t)·g_t    through the softmax, whose weights are given.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, log_score: Tensor, weight: Tensor, token: Tensor, start: Tensor, n_tokens: int, most: int
-    ) -> Tensor:
-        up_to, sizes = streams_up_to(token, n_tokens), bubble_sizes(token, n_tokens)
-        if most <= UNROLLED:
-            merged = weight.new_zeros(())
-            for j in range(most):
-                slot = (up_to - 1 - j).clamp(min=0)
-                share = torch.where(j < sizes, take(weight, slot), 0)
-                merged = merged + share[..., None] * wide(take(x, slot))
-        else:
-            merged = bubble_scan(weight[..., None] * wide(x), start, torch.add, max_bubble=most)
-            merged = take_or_zero(merged, torch.where(sizes > 0, up_to - 1, x.shape[1]))
-        ctx.save_for_backward(x, weight, token, merged)
-        return merged
-
-    @staticmethod
-    @once_differentiable  # the weights are constants here
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, token, merged = ctx.saved_tensors
-        upstream = take_or_zero(upstream, token)  # token = T in unused slots: none
-        away = wide(x) - take(merged, token.clamp(max=merged.shape[1] - 1))
-        x_gradient = (weight[..., None] * upstream).to(x.dtype)
-        return x_gradient, weight * (away * upstream).sum(-1), None, None, None, None, None
 
 
 def logits(rows: Rows, weight: Float[Tensor, "V D"]) -> Float[Tensor, "B T V"]:
     """One distribution a token: plain logits, or the log-probabilities of the mixture. Products follow autocast."""
-    every = wide(F.linear(rows.x, weight))
+    every = at_least_float32(F.linear(rows.x, weight))
     if not rows.is_mixture:
         return every
     joint = every.log_softmax(-1) + rows.log_score[..., None]

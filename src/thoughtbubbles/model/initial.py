@@ -1,6 +1,6 @@
 """Initial weights: billions of random numbers in a few seconds, and the same ones everywhere.
 
-A tensor's numbers hang on torch's seed (`torch.manual_seed`), its name, size and whether it is float64: not on the
+A tensor's numbers depend on torch's seed (`torch.manual_seed`), its name, size and whether it is float64: not on the
 device, the number of cores, or what else the model has (float32 draws differ in last bits between kinds of CPU). So
 with one seed a plain model and one with fork layers begin with the same weights wherever names and sizes are the same.
 """
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 PIECE = 2**22  # numbers that one generator draws: small enough to keep every core busy to the end
 
 
-class Undrawn(TorchFunctionMode):
+class SkipInit(TorchFunctionMode):
     """Modules made in here have no random weights yet: torch's own would be overwritten, and take as long to draw."""
 
     def __torch_function__(

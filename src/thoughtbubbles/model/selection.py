@@ -1,7 +1,7 @@
 """Which candidates survive a fork layer: the rules `block` (the paper's) and `causal` (ours).
 
 Candidates are compared by one integer key, (round(log score × 4096), earlier first), with the keep candidate of an
-original above all others. All keys of a row differ, so every device ranks alike and equal scores do not hang on noise.
+original above all others. All keys of a row differ, so every device ranks alike, equal scores too.
 
 block   The ceil(r·T) largest keys of the whole row survive. Not causal: later tokens decide which earlier forks live.
 causal  Token t decides with what is known at t, and no decision is ever revised:
@@ -17,13 +17,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from thoughtbubbles.model import kernels
+from thoughtbubbles import kernels
+from thoughtbubbles.kernels import ops
 from thoughtbubbles.model.budget import Budget
-from thoughtbubbles.model.config import BudgetMode, ModelConfig, Selection
+from thoughtbubbles.model.config import OURS, BudgetMode, ModelConfig, Selection
 from thoughtbubbles.model.streams import slots, streams_up_to, take
 
-LEVELS = 4096  # log scores are ranked in steps of 1/4096; within a step the earlier candidate wins
-FINE_LEVELS = 2**20  # for the authors' weights: their bfloat16 tells scores near 1 apart that are equal in our steps
 ORIGINAL = 1  # the level of an original's keep candidate: log scores are ≤ 0, so above every other
 UNUSED = -(2**30)  # the level of unused slots: below every other
 RUN = 64  # candidates compared pair by pair when ranks are counted: near the square root of what a row usually has
@@ -110,7 +109,7 @@ def candidate_levels(
     forced: Bool[Tensor, "B C"],
     n_tokens: int,
     *,
-    levels: int = LEVELS,
+    levels: int = OURS.levels,
 ) -> Int[Tensor, "B C"]:
     level = (log_score.detach() * levels).round().long()
     level = torch.where(forced, ORIGINAL, level)
@@ -122,8 +121,8 @@ def candidate_keys(level: Int[Tensor, "B C"]) -> Int[Tensor, "B C"]:
 
 
 def select_block(key: Int[Tensor, "B C"], cap: Int[Tensor, "B 1"]) -> Bool[Tensor, "B C"]:
-    if kernels.serve(key):
-        return _rank_in_row(key) < cap
+    if kernels.available(key.device):
+        return ops.rank_in_row(key) < cap
     ranked = key.sort(dim=-1, descending=True).values
     smallest_survivor = ranked.gather(-1, (cap - 1).clamp(max=key.shape[1] - 1))
     return key >= smallest_survivor
@@ -131,7 +130,7 @@ def select_block(key: Int[Tensor, "B C"], cap: Int[Tensor, "B 1"]) -> Bool[Tenso
 
 def select_causal(key: Int[Tensor, "B C"], token: Int[Tensor, "B C"], cap: Int[Tensor, "#B T"]) -> Bool[Tensor, "B C"]:
     batch, n_tokens = key.shape[0], cap.shape[1]
-    rank, rank_in_bubble = _ranks(key, token) if kernels.serve(key) else ranks(key, token, n_tokens)
+    rank, rank_in_bubble = ops.ranks(key, token) if kernels.available(key.device) else ranks(key, token, n_tokens)
 
     passes = rank < take(_with_unused(cap.expand(batch, -1)), token)
     passed = F.pad(passes.cumsum(-1), (1, 0))
@@ -180,49 +179,9 @@ def pack(survives: Bool[Tensor, "B C"], n_slots: int) -> tuple[Int[Tensor, "B n"
 
     In the slots left over at the right stands C (no candidate), and at a candidate that was dropped n (no slot).
     """
-    if kernels.serve(survives):
-        return _pack(survives, n_slots)
+    if kernels.available(survives.device):
+        return ops.pack(survives, n_slots)
     filled = survives.cumsum(-1)
     place = torch.where(survives & (filled <= n_slots), filled - 1, n_slots)
     chosen = place.new_full((place.shape[0], n_slots + 1), place.shape[1])  # the last column takes all that are dropped
     return chosen.scatter(1, place, slots(place).expand_as(place))[:, :n_slots], place
-
-
-# The kernels, opaque to torch.compile. Nothing here has a gradient.
-
-
-@torch.library.custom_op("thoughtbubbles::ranks", mutates_args=())
-def _ranks(key: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    from thoughtbubbles.model.kernels import fork
-
-    return fork.ranks(key, token)
-
-
-@torch.library.custom_op("thoughtbubbles::rank_in_row", mutates_args=())
-def _rank_in_row(key: Tensor) -> Tensor:
-    from thoughtbubbles.model.kernels import fork
-
-    return fork.rank_in_row(key)
-
-
-@torch.library.custom_op("thoughtbubbles::pack", mutates_args=())
-def _pack(survives: Tensor, n_slots: int) -> tuple[Tensor, Tensor]:
-    from thoughtbubbles.model.kernels import fork
-
-    return fork.pack(survives, n_slots)
-
-
-@_ranks.register_fake
-def _(key, token):  # type: ignore[no-untyped-def]
-    return key.new_empty(key.shape, dtype=torch.int32), key.new_empty(key.shape, dtype=torch.int32)
-
-
-@_rank_in_row.register_fake
-def _(key):  # type: ignore[no-untyped-def]
-    return key.new_empty(key.shape, dtype=torch.int32)
-
-
-@_pack.register_fake
-def _(survives, n_slots):  # type: ignore[no-untyped-def]
-    place = survives.new_empty(survives.shape, dtype=torch.int64)
-    return place.new_empty(survives.shape[0], n_slots), place

@@ -11,7 +11,7 @@ A row with two tokens, of which the second has forked once (letters are tokens, 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,13 +38,13 @@ class Bubbles(NamedTuple):
         return self.end - self.start + 1
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Scores, selection, positions, merge weights and loss never run in less than float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def wide(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    return tensor.to(wide_dtype(tensor.dtype))
+def at_least_float32(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    return tensor.to(accumulation_dtype(tensor.dtype))
 
 
 def slots(token: Int[Tensor, "B S"]) -> Int[Tensor, "1 S"]:
@@ -104,30 +104,6 @@ def take_or_zero(values: Tensor, slot: Int[Tensor, "B n"]) -> Tensor:
     taken = take(values, slot.clamp(max=values.shape[1] - 1))
     there = (slot < values.shape[1]).reshape(*slot.shape, *(1 for _ in values.shape[2:]))
     return torch.where(there, taken, 0)
-
-
-def relocate(values: Tensor, source: Int[Tensor, "B n"], places: Int[Tensor, "B S k"]) -> Tensor:
-    """`take_or_zero(values, source)` where it is known to which k slots each value goes (n: to none).
-
-    Then the gradient is a gather as well, of at most k slots a value. By itself autograd would scatter and add, with
-    atomics: slower, and the last bits of a sum of three would not be the same every time.
-    """
-    return _Relocate.apply(values, source, places)
-
-
-class _Relocate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, source: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return take_or_zero(values, source)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        gradient = take_or_zero(upstream, places[..., 0])
-        for k in range(1, places.shape[-1]):
-            gradient = gradient + take_or_zero(upstream, places[..., k])
-        return gradient, None, None
 
 
 def bubble_scan(

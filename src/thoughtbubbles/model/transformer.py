@@ -8,7 +8,6 @@ Streams → merge per bubble → (B,T) predictions
 
 import math
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,16 +15,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from thoughtbubbles.model import head, inputs
-from thoughtbubbles.model.attention import PATHS, AttentionPath, Attenuation, Update, attenuation
-from thoughtbubbles.model.block import Block, write
+from thoughtbubbles.model.attention import PATHS, AttentionPath, recording_attention
+from thoughtbubbles.model.block import Block, Residual
 from thoughtbubbles.model.budget import Budget, BudgetLike
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.fork import ForkLayer, ForkRecord, ScoreHead
-from thoughtbubbles.model.initial import Undrawn, draw_normal, has_numbers
+from thoughtbubbles.model.initial import SkipInit, draw_normal, has_numbers
+from thoughtbubbles.model.layout import Layout, find_layout
 from thoughtbubbles.model.loss import IGNORED
-from thoughtbubbles.model.rope import Rotation, rotation
-from thoughtbubbles.model.selection import FINE_LEVELS, LEVELS
-from thoughtbubbles.model.streams import Streams, find_bubbles, positions, wide_dtype
+from thoughtbubbles.model.streams import Streams, accumulation_dtype
 
 
 class Output(NamedTuple):
@@ -51,21 +49,12 @@ class Thoughtbubbles(nn.Module):
             raise ValueError(f"attention = {attention!r}: choose one of {tuple(PATHS)}")
         self.config = config
         self.attention = attention
-        with Undrawn():
+        with SkipInit():
             self.embedding = nn.Embedding(config.vocab_size, config.width)
-            self.blocks = nn.ModuleList(
-                Block(
-                    config.width,
-                    config.n_head,
-                    score_channel=config.score_channel,
-                    tanh_gelu=config.authors_compat,
-                )
-                for _ in range(config.n_layer)
-            )
-            levels = FINE_LEVELS if config.authors_compat else LEVELS
+            self.blocks = nn.ModuleList(Block(config.width, config.n_head, config.form) for _ in range(config.n_layer))
             self.forks = nn.ModuleDict(
                 {
-                    str(layer): ForkLayer(config.width, score_bias=config.score_bias, levels=levels)
+                    str(layer): ForkLayer(config.width, score_bias=config.score_bias, levels=config.form.levels)
                     for layer in config.fork_layers
                 }
             )
@@ -102,16 +91,6 @@ class Thoughtbubbles(nn.Module):
             elif isinstance(module, ForkLayer):
                 deviations[f"{name}.embedding"] = 1 / math.sqrt(self.config.width)
         draw_normal({name: (self.get_parameter(name), deviation) for name, deviation in deviations.items()})
-
-    @classmethod
-    def load(cls, folder: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = None) -> "Thoughtbubbles":
-        """Opens a saved model: its folder, a checkpoint, or a whole training run (its newest checkpoint).
-
-        It comes in evaluation mode; call `.train()` to train it further.
-        """
-        from thoughtbubbles.checkpoint import load_model  # the form on disk is that file's business
-
-        return load_model(folder, device=device, dtype=dtype)
 
     def forward(
         self,
@@ -154,10 +133,10 @@ class Thoughtbubbles(nn.Module):
         return self.run(given, want=want, trace=trace)
 
     def run(self, given: inputs.Inputs, *, want: Collection[str] = (), trace: bool | str = False) -> Output:
-        """`forward` behind the door: nothing is checked any more."""
-        keep_attention = trace == "attention"
-        path = PATHS["reference" if keep_attention else self.attention]
-        streams, forks, attention = self.run_layers(given, path, keep_attention=keep_attention)
+        """`forward` after input validation."""
+        attention: list[Tensor] = []
+        path = recording_attention(attention) if trace == "attention" else PATHS[self.attention]
+        streams, forks = self.run_layers(given, path)
         n_tokens, targets, table = given.ids.shape[1], given.targets, self.embedding.weight
         logits = loss = nll = None
         if "logits" in want or "log_probs" in want:
@@ -176,35 +155,29 @@ class Thoughtbubbles(nn.Module):
             next_logits=self.next_logits(streams, given.lengths, n_tokens) if "next_logits" in want else None,
             token_nll=nll,
             forks=forks if trace else None,
-            attention=attention or None,
+            attention=tuple(attention) or None,
         )
 
-    def run_layers(
-        self, given: inputs.Inputs, path: AttentionPath, *, keep_attention: bool = False
-    ) -> tuple[Streams, tuple[ForkRecord, ...], tuple[Tensor, ...]]:
+    def run_layers(self, given: inputs.Inputs, path: AttentionPath) -> tuple[Streams, tuple[ForkRecord, ...]]:
         n_tokens = given.ids.shape[1]
         streams = self.embed(given)
-        turn, _ = self.arrange(streams, n_tokens)
-        by = Attenuation()  # every score is 1 before the first fork layer
-        forks: list[ForkRecord] = []
-        attention: list[Tensor] = []
-        pending: Update | None = None  # a block leaves its last update to the next one's first norm
+        layout = self.layout(streams, n_tokens, has_forked=False)
+        x, forks = Residual(streams.x), []
         for layer, block in enumerate(self.blocks):
             if layer in self.config.fork_layers:
-                fork = self.forks[str(layer)]
-                streams, pending = self.settle(streams, pending, by), None
-                streams, record = fork(streams, given.lengths, n_tokens=n_tokens, rule=given.rule)
-                turn, by = self.arrange(streams, n_tokens)
+                streams = self.apply_update(streams, x, layout)
+                streams, record = self.forks[str(layer)](streams, given.lengths, n_tokens=n_tokens, rule=given.rule)
+                layout, x = self.layout(streams, n_tokens), Residual(streams.x)
                 forks.append(ForkRecord(*record[:-1], layer))  # type: ignore[call-arg]
-            x, pending, weights = block(streams.x, pending, turn, by, path)
-            streams = Streams(x, streams.log_score, streams.token)
-            if keep_attention:
-                attention.append(weights)
-        return self.settle(streams, pending, by), tuple(forks), tuple(attention)
+            x = block(x, layout, path)
+        return self.apply_update(streams, x, layout), tuple(forks)
 
-    def settle(self, streams: Streams, pending: Update | None, by: Attenuation) -> Streams:
-        """The streams with the last block's update written."""
-        return Streams(write(streams.x, pending, by), streams.log_score, streams.token)
+    def layout(self, streams: Streams, n_tokens: int, *, has_forked: bool = True) -> Layout:
+        return find_layout(streams, self.config, n_tokens=n_tokens, has_forked=has_forked)
+
+    def apply_update(self, streams: Streams, x: Residual, layout: Layout) -> Streams:
+        """The streams as the last block has left them."""
+        return Streams(x.total(layout.gate), streams.log_score, streams.token)
 
     def rows_to_decode(self, streams: Streams, n_tokens: int) -> head.Rows:
         return head.rows_to_decode(
@@ -213,7 +186,7 @@ class Thoughtbubbles(nn.Module):
             self.final_norm,
             n_tokens=n_tokens,
             max_bubble=self.config.max_bubble,
-            residual_sum=self.config.authors_compat,
+            residual_sum=self.config.form.residual_sum,
         )
 
     def mean_nll(self, streams: Streams, targets: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
@@ -232,10 +205,4 @@ class Thoughtbubbles(nn.Module):
         x = x if self.stream_dtype is None else x.to(self.stream_dtype)
         if copies > 1:
             x, token = x.repeat_interleave(copies, dim=1), token.repeat_interleave(copies, dim=1)
-        return Streams(x, torch.zeros_like(token, dtype=wide_dtype(x.dtype)), token)
-
-    def arrange(self, streams: Streams, n_tokens: int) -> tuple[Rotation, Attenuation]:
-        """What all blocks up to the next fork layer need to know of the streams: where they stand, and their scores."""
-        position = positions(streams.token, find_bubbles(streams.token, n_tokens), streams.log_score.dtype)
-        turn = rotation(position, self.config.head_size, first=self.config.first_position)
-        return turn, attenuation(streams.log_score, self.config)
+        return Streams(x, torch.zeros_like(token, dtype=accumulation_dtype(x.dtype)), token)

@@ -25,13 +25,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thoughtbubbles.checkpoint import load_folder_tokenizer
+from thoughtbubbles.checkpoint import load, load_folder_tokenizer
 from thoughtbubbles.files import write_json
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.generate.show import bubble_sizes, coloured, legend
 from thoughtbubbles.model.config import ModelConfig
-from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import DataConfig, EvalConfig, LogConfig, OptimConfig, RunConfig, SaveConfig
 
 RECORD = Path(__file__).with_name("demo.json")
@@ -169,7 +168,7 @@ def draw(runs: list[Watched], path: Path) -> None:
 
 
 def show_sample(run: Watched, console: Console) -> None:
-    model, tokenizer = Thoughtbubbles.load(run.folder), load_folder_tokenizer(run.folder)
+    model, tokenizer = load(run.folder), load_folder_tokenizer(run.folder)
     assert tokenizer is not None
     prompt = tokenizer.encode("Return the ")
     request = Request(prompt=prompt, sampling=Sampling(temperature=0.7), end_ids=())
@@ -236,7 +235,7 @@ def _report(runs: list[Watched], numbers: dict[str, Any], out: Path, console: Co
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for run in runs:
         facts = numbers[run.name]
-        parameters = sum(weight.numel() for weight in Thoughtbubbles.load(run.folder).parameters())
+        parameters = sum(weight.numel() for weight in load(run.folder).parameters())
         table.add_row(
             NAMES[run.name],
             f"{parameters:,}",

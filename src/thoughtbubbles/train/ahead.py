@@ -11,12 +11,12 @@ from threading import Thread
 
 import torch
 
-from thoughtbubbles.model.attention import PATHS, Attenuation, attenuation
-from thoughtbubbles.model.block import Block, write
+from thoughtbubbles.model.attention import PATHS
+from thoughtbubbles.model.block import Block, Residual
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
-from thoughtbubbles.model.initial import Undrawn
-from thoughtbubbles.model.rope import rotation
+from thoughtbubbles.model.initial import SkipInit
+from thoughtbubbles.model.layout import layout_at
 from thoughtbubbles.train.config import ComputeConfig
 from thoughtbubbles.train.parallel import World, has_kernels
 
@@ -36,7 +36,7 @@ def compile_ahead(config: ModelConfig, compute: ComputeConfig, world: World) -> 
             pass
 
     # Now, since two threads that import torch's many parts at the same time can stumble over each other.
-    for name in ("torch._dynamo", *(f"thoughtbubbles.model.kernels.{name}" for name in ("attention", "gelu", "norm"))):
+    for name in ("torch._dynamo", *(f"thoughtbubbles.kernels.{name}" for name in ("attention", "gelu", "norm"))):
         import_module(name)
     thread = Thread(target=work)  # no daemon: one that is cut off within CUDA or the compiler may take Python with it
     thread.start()
@@ -48,14 +48,12 @@ def run_two_blocks(config: ModelConfig, device: torch.device, residual: torch.dt
     lengths = {False: config.copies * config.block_size}
     if config.fork_layers:
         lengths[True] = Budget.of(config.budget).largest_floor(config.block_size)
-    with Undrawn(), device:
+    with SkipInit(), device:
         block = Block(config.width, config.n_head)
     for has_scores, n_streams in lengths.items():
         x = torch.zeros(1, n_streams, config.width, device=device, dtype=residual, requires_grad=True)
         log_score = torch.zeros(1, n_streams, device=device, requires_grad=True)
-        by = attenuation(log_score, config) if has_scores else Attenuation()
-        turn = rotation(torch.zeros_like(log_score), config.head_size)
+        layout = layout_at(torch.zeros_like(log_score), log_score if has_scores else None, config)
         with torch.autocast(device.type, torch.bfloat16):
-            y, pending, _ = block(x, None, turn, by, PATHS["fused"])
-            y, pending, _ = block(y, pending, turn, by, PATHS["fused"])
-        torch.autograd.grad(write(y, pending, by).sum(), (x, *block.parameters()))
+            y = block(block(Residual(x), layout, PATHS["fused"]), layout, PATHS["fused"])
+        torch.autograd.grad(y.total(layout.gate).sum(), (x, *block.parameters()))

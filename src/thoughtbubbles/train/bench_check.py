@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thoughtbubbles.model import inputs, kernels
+from thoughtbubbles import kernels
+from thoughtbubbles.model import inputs
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.selection import Rule
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -143,7 +144,7 @@ def _reference_pass(reference: Thoughtbubbles, batch: Rows, decisions: list[Tens
     )
     rule = _Repeated(*given.rule)
     rule.decisions, rule.differing, rule.candidates = list(decisions), 0, 0
-    with _exact_products(), kernels.plain_twins():
+    with _exact_products(), kernels.disabled():
         log_probs = reference.run(given._replace(targets=None, rule=rule), want=("log_probs",)).log_probs
         assert log_probs is not None
         loss = F.nll_loss(log_probs.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)

@@ -6,7 +6,7 @@ number of updates made (AdamW's step, the same for every parameter).
 A step is bound by memory: AdamW reads p, g, m, v and writes p, m, v, and the norm reads g once more. So clipping is no
 pass of its own but a factor inside AdamW's kernel, and a step that is not finite is skipped there too, where the device
 knows of it: the host queues everything and waits for nothing. Sharded tensors are worked on as what each rank has.
-float32 on a GPU goes through `model/kernels/adamw.py`, one launch for all parameters; torch's own kernel does the rest.
+float32 on a GPU goes through kernels/adamw.py, one launch for all parameters; torch's own kernel does the rest.
 """
 
 import math
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thoughtbubbles.model import kernels
+from thoughtbubbles import kernels
 from thoughtbubbles.train.config import OptimConfig
 
 if TYPE_CHECKING:
-    from thoughtbubbles.model.kernels.adamw import Plan, Planner
+    from thoughtbubbles.kernels.adamw import Plan, Planner
 
 STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # what each keeps for a parameter
 EPSILON = 1e-8  # beside the root of the second moment
@@ -106,7 +106,7 @@ class Optimizer:
         return norm
 
     def _plan(self, planner: "Planner") -> "Plan":
-        from thoughtbubbles.model.kernels.adamw import Entry
+        from thoughtbubbles.kernels.adamw import Entry
 
         entries = []
         for parameter in self.parameters["adamw"]:
@@ -118,7 +118,7 @@ class Optimizer:
         return planner.plan(entries, others)
 
     def _launch_adamw(self, plan: "Plan", lr: float, norm: Tensor, clip: float, finite: Tensor) -> None:
-        from thoughtbubbles.model.kernels.adamw import update
+        from thoughtbubbles.kernels.adamw import update
 
         update(
             plan,
@@ -202,7 +202,7 @@ def gradient_norm(gradients: Sequence[Tensor], plan: "Plan | None" = None) -> Te
             return norm
         squared = norm.square()
     else:
-        from thoughtbubbles.model.kernels.adamw import sum_of_squares
+        from thoughtbubbles.kernels.adamw import sum_of_squares
 
         squared = sum_of_squares(plan)
     if isinstance(first, DTensor):
@@ -213,9 +213,9 @@ def gradient_norm(gradients: Sequence[Tensor], plan: "Plan | None" = None) -> Te
 def _find_planner(parameters: Sequence[Tensor]) -> "Planner | None":
     """Where the kernel serves: float32 on a GPU."""
     own = [_local(parameter) for parameter in parameters]
-    if not kernels.HAS_TRITON or not all(p.is_cuda and p.dtype == torch.float32 and p.is_contiguous() for p in own):
+    if not own or not kernels.for_adamw(own):
         return None
-    from thoughtbubbles.model.kernels.adamw import Planner
+    from thoughtbubbles.kernels.adamw import Planner
 
     return Planner(own[0].device)
 

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from thoughtbubbles.model import kernels
-from thoughtbubbles.model.attention import KERNEL_HEAD_SIZES
+from thoughtbubbles import kernels
+from thoughtbubbles.model.config import OURS
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import ComputeConfig
 
@@ -133,13 +133,21 @@ def parallelize(model: Thoughtbubbles, world: World, compute: ComputeConfig) -> 
 
 def has_kernels(compute: ComputeConfig, device: str) -> bool:
     """Whether blocks run on kernels of ours."""
-    return kernels.HAS_TRITON and device == "cuda" and find_precision(compute, device) == "bf16"
+    return kernels.for_blocks(device, _product_dtype(compute, device))
 
 
 def _is_all_kernels(model: Thoughtbubbles, compute: ComputeConfig, device: str) -> bool:
-    """With nothing but matrix products besides: in a CUDA graph a compiler could only delay the start."""
-    takes_heads = model.attention == "fused" and model.config.head_size in KERNEL_HEAD_SIZES
-    return has_kernels(compute, device) and takes_heads
+    """With nothing but matrix products besides: in a CUDA graph a compiler could only delay the start.
+
+    Not the authors' form, for whose attention and GELU there is no kernel.
+    """
+    dtype, head_size = _product_dtype(compute, device), model.config.head_size
+    is_available = kernels.for_attention(device, dtype, head_size=head_size)
+    return is_available and model.attention == "fused" and model.config.form == OURS
+
+
+def _product_dtype(compute: ComputeConfig, device: str) -> torch.dtype:
+    return torch.bfloat16 if find_precision(compute, device) == "bf16" else torch.float32
 
 
 def uses_graph(compute: ComputeConfig, world: World) -> bool:
@@ -158,8 +166,8 @@ def _compile(model: Thoughtbubbles, *, blocks: bool) -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for part in [*(model.blocks if blocks else ()), *model.forks.values()]:
         part.compile(dynamic=False)
-    model.settle = torch.compile(model.settle, dynamic=False)  # type: ignore[method-assign]
-    model.arrange = torch.compile(model.arrange, dynamic=False)  # type: ignore[method-assign]
+    model.apply_update = torch.compile(model.apply_update, dynamic=False)  # type: ignore[method-assign]
+    model.layout = torch.compile(model.layout, dynamic=False)  # type: ignore[method-assign]
     model.mean_nll = torch.compile(model.mean_nll, dynamic=False)  # type: ignore[method-assign]
 
 

@@ -38,13 +38,13 @@ class Products:
             return
         self.renew()
         for linear, copy in zip(self.linears, self.copies, strict=True):
-            linear.narrow = copy
+            linear.bf16_copy = copy
         try:
             yield
         finally:
             # Outside, nobody would notice that they are old.
             for linear in self.linears:
-                linear.narrow = None
+                linear.bf16_copy = None
 
     def forget(self) -> None:
         """The next forward rounds the weights again, as it does after a step of the optimizer."""

@@ -8,7 +8,7 @@
 Memory is all that counts: p, g, m, v are read once, p, m, v are written once. (torch's fused kernel also writes c · g.)
 A table on the device has the addresses; all tensors are cut into pieces, and a second table has the tensor of each
 piece. Whether the step is taken, c and t are read on the device too: the host waits for nothing. The squares of a piece
-are added up by one program and its sum has a place of its own: no atomics, so the same bits every time. The plain twin
+are added up by one program and its sum has a place of its own: no atomics, so the same bits every time. The reference
 is the torch path of `train/optim.py`.
 """
 

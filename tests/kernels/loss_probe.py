@@ -10,8 +10,8 @@ import sys
 import torch
 from torch import Tensor
 
-from thoughtbubbles.model import loss
-from thoughtbubbles.model.kernels import loss as kernels
+from thoughtbubbles.kernels import loss as kernels
+from thoughtbubbles.model import chunked_loss
 from thoughtbubbles.model.loss import IGNORED
 
 NAN = float("nan")
@@ -74,11 +74,11 @@ def mean(dtype: torch.dtype, most: int, *, chunk_rows: int) -> dict[str, float |
     target = torch.randint(50, (9,))
     target[3] = IGNORED
     target, log_score = target[token].repeat_interleave(2)[::2], -3 * torch.rand(len(token), 2)[:, 1]  # not contiguous
-    rows = loss._Rows(hidden.to(dtype), weight.to(dtype), log_score, target, start, end, max_bubble=most)
-    loss.CHUNK_ROWS["cpu"] = chunk_rows
+    rows = chunked_loss._Rows(hidden.to(dtype), weight.to(dtype), log_score, target, start, end, max_bubble=most)
+    chunked_loss.CHUNK_ROWS["cpu"] = chunk_rows
     torch.use_deterministic_algorithms(True)  # which fills every new buffer with NaN
-    ours, again, plain = (loss._made_ahead(rows, with_gradients=True, by_kernel=k) for k in (True, True, False))
-    alone, *nothing = loss._made_ahead(rows, with_gradients=False, by_kernel=True)
+    ours, again, plain = (chunked_loss._made_ahead(rows, with_gradients=True, by_kernel=k) for k in (True, True, False))
+    alone, *nothing = chunked_loss._made_ahead(rows, with_gradients=False, by_kernel=True)
     pairs = zip(ours, plain, strict=True)
     return {
         "difference": float(torch.stack([(a - b).norm() / b.norm().clamp(min=1e-3) for a, b in pairs]).max()),
@@ -90,10 +90,14 @@ def mean(dtype: torch.dtype, most: int, *, chunk_rows: int) -> dict[str, float |
 
 def no_such_target() -> dict[str, bool]:
     start, end, _ = random_bubbles(3, 2)
-    rows = loss._Rows(torch.randn(len(start), 4), torch.randn(9, 4), torch.zeros(len(start)), start * 0, start, end, 2)
+    rows = chunked_loss._Rows(
+        torch.randn(len(start), 4), torch.randn(9, 4), torch.zeros(len(start)), start * 0, start, end, 2
+    )
     found = {}
     for wrong in (-1, 9, 10**9):
-        value, *_ = loss._made_ahead(rows._replace(target=start * 0 + wrong), with_gradients=True, by_kernel=True)
+        value, *_ = chunked_loss._made_ahead(
+            rows._replace(target=start * 0 + wrong), with_gradients=True, by_kernel=True
+        )
         found[str(wrong)] = bool(value.isnan())
     return found
 

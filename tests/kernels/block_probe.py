@@ -1,4 +1,4 @@
-"""The kernels of a block on the CPU, against float64: `TRITON_INTERPRET=1 python -m model.block_kernel_probe quick`.
+"""The kernels of a block on the CPU, against float64: `TRITON_INTERPRET=1 python -m kernels.block_probe quick`.
 
 Prints one JSON object: for each case the errors of outputs and gradients by name (relative to the norm of what they
 should be), and facts that must be true. New memory is NaN, and tiles are small, so that a short row has several.
@@ -8,7 +8,8 @@ test_gpu.py takes the comparisons from here too.
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from model import write_kernel_probe
-from model.write_kernel_probe import Found, error
-from thoughtbubbles.model import kernels
-from thoughtbubbles.model.attention import PATHS, Attenuation, Update, reference_attention
-from thoughtbubbles.model.block import Block, write
-from thoughtbubbles.model.kernels import attention, gelu, norm, sums
-from thoughtbubbles.model.rope import Rotation, rotate, rotation
+from kernels import norm_probe
+from kernels.norm_probe import Found, error
+from thoughtbubbles import kernels
+from thoughtbubbles.kernels import attention, gelu, launch, norm, ops, sums
+from thoughtbubbles.model.attention import PATHS, Update, reference_attention
+from thoughtbubbles.model.block import Block, Residual
+from thoughtbubbles.model.layout import Layout
+from thoughtbubbles.model.rope import Rotary, rotary, rotate
 
 TILES = [(32, 16), (16, 32), (16, 16), (32, 32)]
 GELU_TILES = [(2, 4, 16, 3), (4, 1, 32, 2), (1, 2, 64, 5)]
@@ -45,9 +47,9 @@ def set_tiles(turn: int) -> None:
     for shift, tiles in enumerate((attention.FORWARD, attention.QUERY_GRADIENT, attention.KEY_GRADIENT)):
         for size in tiles:
             tiles[size] = attention.Tile(*TILES[(turn + shift) % len(TILES)], 4, 1)
-    attention.TURN_STREAMS = 8
+    attention.ROTATED_STREAMS = 8
     gelu.ROWS, gelu.BACKWARD_ROWS, gelu.COLUMNS, gelu.DEEP = GELU_TILES[turn % len(GELU_TILES)]
-    sums.ROWS, sums.COLUMNS, sums.MULTIPROCESSORS = (4, 8, 16)[turn % 3], (16, 32)[turn % 2], (1, 2, 132)[turn % 3]
+    sums.ROWS, sums.COLUMNS, launch.MULTIPROCESSORS = (4, 8, 16)[turn % 3], (16, 32)[turn % 2], (1, 2, 132)[turn % 3]
     sums.LAST_ROWS, sums.FEW = (4, 32, 8)[turn % 3], (8, 64)[turn % 2]
 
 
@@ -65,41 +67,43 @@ class Heads:
         width = n_head * head
         self.qkv = (size * torch.randn(batch, streams, 3 * width, device=device)).to(dtype)
         self.log_score = low + (high - low) * torch.rand(batch, streams, device=device)
-        self.turn = rotation(torch.rand(batch, streams, device=device).cumsum(1), head)
+        self.rotary = rotary(torch.rand(batch, streams, device=device).cumsum(1), head)
         self.upstream = torch.randn(batch, streams, width, device=device).to(dtype)
         self.bias = 0.5 * size * torch.randn(3 * width, device=device)
 
     def leaves(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         return [x.detach().to(dtype or x.dtype).requires_grad_() for x in (self.qkv, self.bias, self.log_score)]
 
-    def by(self, log_score: Tensor) -> Attenuation:
-        return Attenuation(
-            log_score / math.sqrt(self.head) if self.qk else None, log_score.exp() if self.value else None
-        )
+    def layout(self, log_score: Tensor) -> Layout:
+        """Tables and scores in one dtype. Updates are gated as values are, where a test asks for it."""
+        tables = Rotary(*(table.to(log_score.dtype) for table in self.rotary))
+        key_bias = log_score / math.sqrt(self.head) if self.qk else None
+        return Layout(tables, key_bias, log_score.exp() if self.value else None)
 
     def through_kernels(self) -> dict[str, Tensor]:
         qkv, bias, log_score = self.leaves()
-        by = self.by(log_score)
-        out = attention.attend(
-            qkv, bias, *self.turn, key_bias=by.key_bias, value=by.value, n_head=self.n_head, least_bias=self.least
-        )
-        return self._named(out, qkv, bias, log_score, by)
+        layout = self.layout(log_score)._replace(rotary=self.rotary)
+        out = ops.attention(
+            qkv, bias, *layout.rotary, key_bias=layout.key_bias, value=layout.value_gate, n_head=self.n_head,
+            least_bias=self.least,
+        )  # fmt: skip
+        return self._named(out, qkv, bias, log_score, layout)
 
     def exact(self) -> dict[str, Tensor]:
         qkv, bias, log_score = self.leaves(torch.float64)
-        by, turn = self.by(log_score), Rotation(*(table.double() for table in self.turn))
+        layout = self.layout(log_score)
         q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in (qkv + bias).chunk(3, dim=-1))
-        out, _ = reference_attention(rotate(q, turn), rotate(k, turn), v, by)
-        return self._named(out.transpose(1, 2).flatten(2), qkv, bias, log_score, by)
+        out = reference_attention(rotate(q, layout.rotary), rotate(k, layout.rotary), v, layout)
+        return self._named(out.transpose(1, 2).flatten(2), qkv, bias, log_score, layout)
 
-    def _named(self, out: Tensor, qkv: Tensor, bias: Tensor, log_score: Tensor, by: Attenuation) -> dict[str, Tensor]:
+    def _named(self, out: Tensor, qkv: Tensor, bias: Tensor, log_score: Tensor, layout: Layout) -> dict[str, Tensor]:
         wanted = {"qkv": qkv, "bias": bias}
         if self.qk or self.value:
             wanted["log_score"] = log_score
         if self.qk:
-            wanted["key_bias"] = by.key_bias
+            wanted["key_bias"] = layout.key_bias
         if self.value:
-            wanted["value"] = by.value
+            wanted["value"] = layout.value_gate
         grads = dict(
             zip(wanted, torch.autograd.grad(out, list(wanted.values()), self.upstream.to(out.dtype)), strict=True)
         )
@@ -166,7 +170,7 @@ def strided() -> Found:
     """Tensors that are views of others, and an upstream gradient that is one number for all."""
     heads = Heads(19, 16)
     heads.qkv, heads.log_score = heads.qkv.mT.contiguous().mT, heads.log_score.T.contiguous().T
-    heads.turn = Rotation(*(table.mT.contiguous().mT for table in heads.turn))
+    heads.rotary = Rotary(*(table.mT.contiguous().mT for table in heads.rotary))
     heads.upstream = torch.ones(()).expand_as(heads.upstream)
     return heads.errors()
 
@@ -190,24 +194,24 @@ def what_is_kept() -> Found:
 def operators() -> Found:
     """torch's own checks of a custom operator: shapes without data, no hidden aliasing, gradients under compilation."""
     heads = Heads(3, 16, n_head=1, batch=1)
-    by = heads.by(heads.log_score)
-    for key_bias, value in ((by.key_bias, by.value), (None, None)):
+    layout = heads.layout(heads.log_score)
+    for key_bias, value in ((layout.key_bias, layout.value_gate), (None, None)):
         qkv, bias, _ = heads.leaves()
         torch.library.opcheck(
-            torch.ops.thoughtbubbles.attend.default, (qkv, bias, *heads.turn, key_bias, value, 1, True)
+            torch.ops.thoughtbubbles.attention.default, (qkv, bias, *heads.rotary, key_bias, value, 1, True)
         )
     x, bias = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     torch.library.opcheck(torch.ops.thoughtbubbles.gelu.default, (x, bias))
     x, bias = x.detach(), bias.detach()
     update, shift, weight, score = torch.randn_like(x), torch.randn_like(bias), torch.randn_like(bias), torch.rand(3)
-    form, write = (1e-5, torch.float32), torch.ops.thoughtbubbles.write_norm
+    form, add_norm = (1e-5, torch.float32), torch.ops.thoughtbubbles.add_norm
     for given in ((update, shift, score), (update, None, None), (None, None, None)):
-        torch.library.opcheck(write.default, (x, *given, weight, bias, *form))
-        _, h, mean, rstd = write(x, *given, weight, bias, *form)
+        torch.library.opcheck(add_norm.default, (x, *given, weight, bias, *form))
+        _, h, mean, rstd = add_norm(x, *given, weight, bias, *form)
         for later in (x, None):
             dtype = None if given[0] is None else torch.float32
             torch.library.opcheck(
-                torch.ops.thoughtbubbles.write_norm_backward.default,
+                torch.ops.thoughtbubbles.add_norm_backward.default,
                 (h, later, x, *given, weight, mean, rstd, dtype is None, dtype),
             )
     return {"hold": True}
@@ -219,14 +223,9 @@ def block(head: int) -> Found:
     module, x = Block(2 * head, 2), torch.randn(2, 21, 2 * head)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    by = heads.by(heads.log_score)
-    by = by._replace(write=by.value)
-    plain = module_results(module.double(), x.double(), heads.turn, by, "reference")
-    serve, kernels.serve = kernels.serve, lambda x, dtype: True
-    try:
-        ours = module_results(module.float(), x, heads.turn, by, "fused")
-    finally:
-        kernels.serve = serve
+    plain = module_results(module.double(), x.double(), heads.layout(heads.log_score.double()), "reference")
+    with as_on_a_gpu():
+        ours = module_results(module.float(), x, heads.layout(heads.log_score), "fused")
     return {name: error(ours[name], exact) for name, exact in plain.items()}
 
 
@@ -234,28 +233,35 @@ def recomputed() -> Found:
     """A block under activation checkpointing has the bits of one that keeps everything."""
     heads = Heads(21, 16)
     module, x = Block(32, 2), torch.randn(2, 21, 32)
-    by = heads.by(heads.log_score)
-    by = by._replace(write=by.value)
-    serve, kernels.serve = kernels.serve, lambda x, dtype: True
-    try:
-        kept = module_results(module, x, heads.turn, by, "fused")
+    layout = heads.layout(heads.log_score)
+    with as_on_a_gpu():
+        kept = module_results(module, x, layout, "fused")
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
-        again = module_results(module, x, heads.turn, by, "fused")
-    finally:
-        kernels.serve = serve
+        again = module_results(module, x, layout, "fused")
     return {name: torch.equal(again[name], found) for name, found in kept.items()}
 
 
-def module_results(module: Block, x: Tensor, turn: Rotation, by: Attenuation, path: str) -> dict[str, Tensor]:
-    """What a block adds to its input, and all gradients."""
-    turn, by = Rotation(*(t.to(x.dtype) for t in turn)), Attenuation(*(t.to(x.dtype) for t in by[:3]))
+@contextmanager
+def as_on_a_gpu(dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> Iterator[None]:
+    """Blocks take their kernels on the CPU too, for products in these dtypes."""
+    before = kernels.for_blocks
+    kernels.for_blocks = lambda device, dtype: dtype in dtypes
+    try:
+        yield
+    finally:
+        kernels.for_blocks = before
+
+
+def module_results(module: Block, x: Tensor, layout: Layout, path: str) -> dict[str, Tensor]:
+    """What a block adds to its input, and all gradients. Updates are gated as values are."""
+    layout = layout._replace(gate=layout.value_gate)
     x = x.detach().requires_grad_()
-    pending = Update(x.detach().roll(1, 0).requires_grad_())
-    added = write(*module(x, pending, turn, by, PATHS[path])[:2], by) - x
+    waiting = Update(x.detach().roll(1, 0).requires_grad_())
+    added = module(Residual(x, waiting), layout, PATHS[path]).total(layout.gate) - x
     names, parameters = zip(*module.named_parameters(), strict=True)
     upstream = torch.arange(added.numel(), device=x.device, dtype=torch.float64).sin().view_as(added)
-    grads = torch.autograd.grad(added, (x, pending.value, *parameters), upstream.to(added.dtype))
-    return {"added": added.detach(), **dict(zip(("x", "pending", *names), grads, strict=True))}
+    grads = torch.autograd.grad(added, (x, waiting.value, *parameters), upstream.to(added.dtype))
+    return {"added": added.detach(), **dict(zip(("x", "update", *names), grads, strict=True))}
 
 
 def on_a_grid(*shape: int, device: str = "cpu") -> Tensor:
@@ -275,7 +281,7 @@ def plain_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 def gelus(*shape: int) -> Found:
     given = (on_a_grid(*shape), on_a_grid(shape[-1]), 2 * torch.rand(shape) - 1)
-    ours = gelu_results(*given, gelu.gelu)
+    ours = gelu_results(*given, ops.gelu)
     exact = gelu_results(*(x.double() for x in given), plain_gelu)
     worst = [float((a.double() - b).abs().max()) for a, b in zip(ours, exact, strict=True)]
     return {"y, absolute": worst[0], "x, absolute": worst[1], "bias": error(ours[2], exact[2])}
@@ -303,8 +309,8 @@ def compiled_ahead() -> Found:
     from thoughtbubbles.train.ahead import run_two_blocks
 
     names = {
-        norm: ("_write_norm", "_write_norm_backward"),
-        attention: ("turn", "_attend_forward", "_query_gradient", "_key_gradient"),
+        norm: ("_add_norm", "_add_norm_backward"),
+        attention: ("rotate_qkv", "_attend_forward", "_query_gradient", "_key_gradient"),
         gelu: ("_gelu", "_gelu_backward"),
         sums: ("_column_sums",),
     }
@@ -314,7 +320,7 @@ def compiled_ahead() -> Found:
     model, ids = Thoughtbubbles(config), torch.randint(64, (2, 16))
     forms: dict[str, set[Any]] = {"ahead": set(), "a step": set()}
     before = {(module, name): getattr(module, name) for module, every in names.items() for name in every}
-    serve, kernels.serve = kernels.serve, lambda x, dtype=None: dtype is not None  # blocks only
+    is_for_blocks, kernels.for_blocks = kernels.for_blocks, lambda device, dtype: True
     try:
         for when, noted in forms.items():
             for (module, name), kernel in before.items():
@@ -326,7 +332,7 @@ def compiled_ahead() -> Found:
                     loss = model(ids, targets=ids).loss
                 loss.backward()
     finally:
-        kernels.serve = serve
+        kernels.for_blocks = is_for_blocks
         for (module, name), kernel in before.items():
             setattr(module, name, kernel)
     missing = forms["a step"] - forms["ahead"]
@@ -339,7 +345,7 @@ def gelu_everywhere() -> Found:
     x = torch.linspace(-12, 12, 6001).expand(2, -1)
     given = (x, torch.zeros(6001), torch.ones_like(x))
     gelu.ROWS, gelu.BACKWARD_ROWS, gelu.COLUMNS, gelu.DEEP = WHOLE_ROWS
-    ours = gelu_results(*given, gelu.gelu)
+    ours = gelu_results(*given, ops.gelu)
     exact = gelu_results(*(x.double() for x in given), plain_gelu)
     return {
         n: float((a.double() - b).abs().max())
@@ -363,7 +369,7 @@ def quick() -> dict[str, Callable[[], Found]]:
         "recomputed": recomputed,
         "gelu": lambda: gelus(5, 7, 21),
         "gelu everywhere": gelu_everywhere,
-        **write_kernel_probe.quick(),
+        **norm_probe.quick(),
     }
 
 
@@ -384,7 +390,7 @@ def full() -> dict[str, Callable[[], Found]]:
         "what is kept": what_is_kept,
         "operators": operators,
         "block, heads of 32": lambda: block(32),
-        **write_kernel_probe.full(),
+        **norm_probe.full(),
         "compiled ahead": compiled_ahead,
         **{f"gelu {shape}": lambda shape=shape: gelus(*shape) for shape in ((1, 8), (37, 100), (300, 33), (3, 5, 129))},
     }

@@ -11,7 +11,7 @@ import torch
 from helpers import lively_model, random_ids, small_config
 from thoughtbubbles.generate.decode import PLAIN, Parts, advance, prefill
 from thoughtbubbles.generate.graph import fast_blocks, widths_within
-from thoughtbubbles.model.kernels import decode as kernels
+from thoughtbubbles.kernels import decode as kernels
 
 BUDGETS = [2, 1.5, 4]
 

@@ -51,7 +51,7 @@ def by_kernel(model: nn.Module, optim: OptimConfig) -> Optimizer:
     """On a GPU it chooses so itself."""
     optimizer = Optimizer(model, optim)
     if optimizer._planner is None:
-        from thoughtbubbles.model.kernels.adamw import Planner
+        from thoughtbubbles.kernels.adamw import Planner
 
         optimizer._planner = Planner(torch.device("cpu"))
     return optimizer

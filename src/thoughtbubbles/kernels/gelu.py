@@ -4,18 +4,17 @@
 
 Φ(−|z|), a tail of the normal distribution, is a polynomial in 1 / (1 + p|z|) times the density φ that the backward
 needs anyway (Abramowitz and Stegun 7.1.26; |error| < 8e-8, far below what rounding to bfloat16 costs, but for z < −5,
-where both are next to nothing). The usual error function alone takes longer than reading the numbers. The plain twin is
-`F.gelu(x + bias)`.
+where both are next to nothing). The usual error function alone takes longer than reading the numbers. The reference
+is `F.gelu(x + bias)`.
 """
 
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
 from torch import Tensor
 
-from thoughtbubbles.model.kernels import on_its_device
-from thoughtbubbles.model.kernels.sums import column_sums
+from thoughtbubbles.kernels.launch import on_its_device
+from thoughtbubbles.kernels.sums import column_sums
 
 ROWS, BACKWARD_ROWS, COLUMNS = 4, 2, 1024  # of a program's tile
 DEEP = 32  # tiles below one another that a program of the backward adds up
@@ -62,9 +61,8 @@ def _gelu_backward(  # type: ignore[no-untyped-def]
     tl.store(to, tl.sum(total, 0), mask=tl.program_id(1) * BC + tl.arange(0, BC) < columns)
 
 
-@torch.library.custom_op("thoughtbubbles::gelu", mutates_args=())
 @on_its_device
-def _forward(x: Tensor, bias: Tensor) -> Tensor:
+def forward(x: Tensor, bias: Tensor) -> Tensor:
     x = x.contiguous()
     y, columns = torch.empty_like(x), x.shape[-1]
     rows = x.numel() // columns
@@ -72,14 +70,8 @@ def _forward(x: Tensor, bias: Tensor) -> Tensor:
     return y
 
 
-@_forward.register_fake
-def _(x, bias):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("thoughtbubbles::gelu_backward", mutates_args=())
 @on_its_device
-def _backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     dy, x = dy.contiguous(), x.contiguous()
     dx, columns = torch.empty_like(x), x.shape[-1]
     rows = x.numel() // columns
@@ -89,26 +81,3 @@ def _backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         x, bias, dy, dx, sums, rows, columns, BR=BACKWARD_ROWS, BC=COLUMNS, DEEP=DEEP
     )
     return dx, column_sums(sums)
-
-
-@_backward.register_fake
-def _(dy, x, bias):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(x.shape[-1], dtype=torch.float32)
-
-
-def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(ctx, dy):  # type: ignore[no-untyped-def]
-    x, bias = ctx.saved_tensors
-    dx, shift = _backward(dy, x, bias)
-    return dx, shift.to(bias.dtype)
-
-
-_forward.register_autograd(_gradients, setup_context=_keep)
-
-
-def gelu(x: Float[Tensor, "*rows M"], bias: Float[Tensor, "M"]) -> Float[Tensor, "*rows M"]:
-    """GELU(x + bias)."""
-    return _forward(x, bias)

@@ -1,4 +1,4 @@
-"""Rotation and score-attenuated attention on the GPU, from the projections to the heads and back.
+"""Rotary embedding and score-attenuated attention on the GPU, from the projections to the heads and back.
 
     weights = softmax over keys of (c · q·k + bias_key),    out = Σ weights · (P_key · v),    c = 1/√H
 
@@ -7,11 +7,11 @@ logits s, the weights w and dw = dout · (P v)ᵀ, the backward is
 
     ds = w · (dw − rowsum(dout · out)),  dq = c · ds k,  dk = c · dsᵀ q,  d(P v) = wᵀ dout,  dbias = column sum of ds.
 
-No kernel has atomics, since each number has one owner, so the bits are the same every time. `turn` (turn.py) adds the
-projections' bias, rotates q and k, multiplies v by P and puts each head's rows side by side; `_query_gradient` walks
-along the keys of a block of queries, `_key_gradient` along the queries of a block of keys, with the column sums for
-nothing. Both turn their results back and write them where the projection wants them; sums of these over the streams are
-the gradient of its bias. The plain twins are `fused_attention` and `reference_attention` in model/attention.py, behind
+No kernel has atomics, since each number has one owner, so the bits are the same every time. `rotate_qkv` (rotary.py)
+adds the projections' bias, rotates q and k, multiplies v by P and puts each head's rows side by side; `_query_gradient`
+walks along the keys of a block of queries, `_key_gradient` along the queries of a block of keys, with the column sums
+for nothing. Both turn their results back and write them where the projection wants them; sums of these over the streams are
+the gradient of its bias. The references are `fused_attention` and `reference_attention` in model/attention.py, after
 `rotate`.
 """
 
@@ -21,16 +21,14 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from thoughtbubbles.model.kernels import on_its_device
-from thoughtbubbles.model.kernels.sums import column_sums
-from thoughtbubbles.model.kernels.turn import turn, turned_back
+from thoughtbubbles.kernels.launch import on_its_device
+from thoughtbubbles.kernels.rotary import rotate_back, rotate_qkv
+from thoughtbubbles.kernels.sums import column_sums
 
 LOG2E = tl.constexpr(1.4426950408889634)  # logits are kept in base 2: the GPU's exponential is
-LEAST_APART = -40.0  # biases down to here may be left out of a key's weights until the end: nothing overflows
 
 
 class Tile(NamedTuple):
@@ -51,7 +49,7 @@ class Tile(NamedTuple):
 FORWARD = {64: Tile(64, 128), 128: Tile(64, 64)}
 QUERY_GRADIENT = {64: Tile(64, 64), 128: Tile(64, 64)}
 KEY_GRADIENT = {64: Tile(64, 64, registers=168), 128: Tile(64, 64)}
-TURN_STREAMS = 16
+ROTATED_STREAMS = 16
 
 
 @triton.jit
@@ -160,7 +158,7 @@ def _query_gradient(  # type: ignore[no-untyped-def]
     dq = _query_over(dq, query, do, logsum, own, k, v, bn * S, bias2, scale2, full, end, m, S, BN, BIAS, True, EVEN)
     half: tl.constexpr = H // 2
     i = tl.arange(0, half)
-    left, right = turned_back(dq * scale, cos, sin, row * half + i[None, :], here, BM, H)
+    left, right = rotate_back(dq * scale, cos, sin, row * half + i[None, :], here, BM, H)
     to = dqkv + row * (3 * N * H) + head * H + i[None, :]
     tl.store(to, left.to(dqkv.dtype.element_ty), mask=here)
     tl.store(to + half, right.to(dqkv.dtype.element_ty), mask=here)
@@ -236,7 +234,7 @@ def _key_gradient(  # type: ignore[no-untyped-def]
     half: tl.constexpr = H // 2
     i = tl.arange(0, half)
     row = (b * S + n).to(tl.int64)[:, None]
-    left, right = turned_back(dk * scale, cos, sin, row * half + i[None, :], here, BN, H)
+    left, right = rotate_back(dk * scale, cos, sin, row * half + i[None, :], here, BN, H)
     to = dqkv + row * (3 * N * H) + (N + head) * H
     tl.store(to + i[None, :], left.to(dtype), mask=here)
     tl.store(to + half + i[None, :], right.to(dtype), mask=here)
@@ -255,13 +253,13 @@ def _tile(tiles: dict[int, Tile], head_size: int) -> Tile:
     return tiles[min(size for size in tiles if size >= head_size)]
 
 
-def _described(turned: Tensor, rows: tuple[int, int, int]) -> tuple[Any, Any, Any]:
+def _described(rotated: Tensor, rows: tuple[int, int, int]) -> tuple[Any, Any, Any]:
     """q, k and v as tables of rows, loaded some `rows` at a time by the GPU's copy engine.
 
     A block that goes past its head's last row reads rows of the next head, or of the next row of the batch. Kernels put
     zeros in their place: without weight they count for nothing, unless they hold NaN.
     """
-    tables = (part.flatten(0, 2) for part in turned)
+    tables = (part.flatten(0, 2) for part in rotated)
     q, k, v = (TensorDescriptor.from_tensor(table, [n, table.shape[1]]) for table, n in zip(tables, rows, strict=True))
     return q, k, v
 
@@ -274,70 +272,67 @@ def _sizes(qkv: Tensor, n_head: int) -> tuple[int, int, int]:
     return qkv.shape[0], qkv.shape[1], qkv.shape[2] // (3 * n_head)
 
 
-@torch.library.custom_op("thoughtbubbles::attend", mutates_args=())
 @on_its_device
-def _attend(
+def forward(
     qkv: Tensor,
     bias: Tensor,
     cos: Tensor,
     sin: Tensor,
     key_bias: Tensor | None,
     value: Tensor | None,
+    *,
     n_head: int,
-    is_bounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The heads, and for the backward q, k and v as they were attended, and the log of the weights' sums."""
     batch, streams, head = _sizes(qkv, n_head)
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
-    turned = qkv.new_empty(3, batch, n_head, streams, head)
+    rotated = qkv.new_empty(3, batch, n_head, streams, head)
     out = qkv.new_empty(batch, streams, n_head * head)
     lse = qkv.new_empty(batch, n_head, streams, dtype=torch.float32)
-    turn[(triton.cdiv(streams, TURN_STREAMS), batch)](
-        qkv, bias, cos, sin, cos if value is None else value.contiguous(), turned, streams, n_head, turned[0].numel(),
-        H=head, VALUE=value is not None, BS=TURN_STREAMS,
+    rotate_qkv[(triton.cdiv(streams, ROTATED_STREAMS), batch)](
+        qkv, bias, cos, sin, cos if value is None else value.contiguous(), rotated, streams, n_head, rotated[0].numel(),
+        H=head, VALUE=value is not None, BS=ROTATED_STREAMS,
     )  # fmt: skip
     tile = _tile(FORWARD, head)
-    q, k, v = _described(turned, (tile.queries, tile.keys, tile.keys))
+    q, k, v = _described(rotated, (tile.queries, tile.keys, tile.keys))
     _attend_forward[(triton.cdiv(streams, tile.queries) * batch * n_head,)](
         q, k, v, lse if key_bias is None else _in_base_2(key_bias), out, lse,
         LOG2E.value / math.sqrt(head), streams, n_head,
         H=head, BIAS=key_bias is not None, EVEN=streams % tile.keys == 0, **tile.launch(),
     )  # fmt: skip
-    return out, turned, lse
+    return out, rotated, lse
 
 
-@_attend.register_fake
-def _(qkv, bias, cos, sin, key_bias, value, n_head, is_bounded):  # type: ignore[no-untyped-def]
-    batch, streams, head = _sizes(qkv, n_head)
-    return (
-        qkv.new_empty(batch, streams, n_head * head),
-        qkv.new_empty(3, batch, n_head, streams, head),
-        qkv.new_empty(batch, n_head, streams, dtype=torch.float32),
-    )
-
-
-@torch.library.custom_op("thoughtbubbles::attend_backward", mutates_args=())
 @on_its_device
-def _attend_backward(
-    dout: Tensor, turned: Tensor, out: Tensor, lse: Tensor, cos: Tensor, sin: Tensor,
-    key_bias: Tensor | None, value: Tensor | None, is_bounded: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def backward(
+    dout: Tensor,
+    rotated: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_bias: Tensor | None,
+    value: Tensor | None,
+    *,
+    is_bounded: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of qkv, of its bias, and of key bias and value score together (whatever, for one that is not there)."""
-    _, batch, n_head, streams, head = turned.shape
+    _, batch, n_head, streams, head = rotated.shape
     dout, cos, sin = dout.contiguous(), cos.contiguous(), sin.contiguous()
-    dqkv = turned.new_empty(batch, streams, 3 * n_head * head)
+    dqkv = rotated.new_empty(batch, streams, 3 * n_head * head)
     delta = torch.empty_like(lse)
     of_heads = lse.new_empty(2, batch, n_head, streams if key_bias is not None or value is not None else 0)
     bias = lse if key_bias is None else _in_base_2(key_bias)
     score = lse if value is None else value.contiguous()
     scale = 1 / math.sqrt(head)
     tile = _tile(QUERY_GRADIENT, head)
-    q, k, v = _described(turned, (tile.queries, tile.keys, tile.keys))
+    q, k, v = _described(rotated, (tile.queries, tile.keys, tile.keys))
     _query_gradient[(triton.cdiv(streams, tile.queries) * batch * n_head,)](
         q, k, v, bias, out, dout, lse, delta, cos, sin, dqkv, scale, scale * LOG2E.value, streams, n_head,
         H=head, BIAS=key_bias is not None, EVEN=streams % tile.keys == 0, **tile.launch(),
     )  # fmt: skip
     tile = _tile(KEY_GRADIENT, head)
-    q, k, v = _described(turned, (tile.queries, tile.keys, tile.keys))
+    q, k, v = _described(rotated, (tile.queries, tile.keys, tile.keys))
     do = TensorDescriptor.from_tensor(dout.flatten(0, 1), [tile.queries, head])
     _key_gradient[(triton.cdiv(streams, tile.keys) * batch * n_head,)](
         q, k, v, bias, score, do, lse, delta, cos, sin, dqkv, *of_heads,
@@ -346,53 +341,3 @@ def _attend_backward(
         EVEN=streams % tile.queries == 0, **tile.launch(),
     )  # fmt: skip
     return dqkv, column_sums(dqkv.flatten(0, 1)), of_heads.sum(2)
-
-
-@_attend_backward.register_fake
-def _(dout, turned, out, lse, cos, sin, key_bias, value, is_bounded):  # type: ignore[no-untyped-def]
-    _, batch, n_head, streams, head = turned.shape
-    return (
-        turned.new_empty(batch, streams, 3 * n_head * head),
-        lse.new_empty(3 * n_head * head),
-        lse.new_empty(2, batch, streams if key_bias is not None or value is not None else 0),
-    )
-
-
-def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, bias, cos, sin, key_bias, value, _, ctx.is_bounded = inputs
-    out, turned, lse = output
-    ctx.set_materialize_grads(False)  # or torch fills zeros for what is kept here, as large as all projections
-    ctx.bias_dtype = bias.dtype
-    ctx.save_for_backward(turned, out, lse, cos, sin, key_bias, value)
-
-
-def _backward(ctx, dout, *_):  # type: ignore[no-untyped-def]
-    kept = ctx.saved_tensors  # asked once: activation checkpointing gives them once
-    *_, key_bias, value = kept
-    dqkv, dqkv_bias, (dbias, dvalue) = _attend_backward(dout, *kept, ctx.is_bounded)
-    return (
-        dqkv, dqkv_bias.to(ctx.bias_dtype), None, None,
-        None if key_bias is None else dbias, None if value is None else dvalue, None, None,
-    )  # fmt: skip
-
-
-_attend.register_autograd(_backward, setup_context=_keep)
-
-
-def attend(
-    qkv: Float[Tensor, "B S E"],
-    bias: Float[Tensor, "E"],
-    cos: Float[Tensor, "B 1 S half"],
-    sin: Float[Tensor, "B 1 S half"],
-    *,
-    key_bias: Float[Tensor, "B S"] | None,
-    value: Float[Tensor, "B S"] | None,
-    n_head: int,
-    least_bias: float = -math.inf,
-) -> Float[Tensor, "B S D"]:
-    """Heads side by side, from projections as they come out of one product: [q | k | v], heads contiguous in each.
-
-    least_bias  a lower bound of the key biases, if one is known: the backward is faster where it is not too low
-    """
-    is_bounded = least_bias > LEAST_APART and qkv.dtype != torch.float16  # whose range is small
-    return _attend(qkv, bias, cos, sin, key_bias, value, n_head, is_bounded)[0]

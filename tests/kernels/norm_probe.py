@@ -1,4 +1,4 @@
-"""Cases of block_kernel_probe.py: a residual write with the norm behind it, and sums over streams."""
+"""Cases of block_probe.py: a residual add with the norm after it, and sums over streams."""
 
 import itertools
 from collections.abc import Callable
@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thoughtbubbles.model.kernels import norm, sums
+from thoughtbubbles.kernels import ops, sums
 
 Found = dict[str, float | bool]
-FORMS = ("shift", "score", "written", "read_later")  # of a write
+FORMS = ("update_bias", "gate", "save_sum", "read_later")
 
 
 def error(ours: Tensor, exact: Tensor) -> float:
@@ -18,15 +18,15 @@ def error(ours: Tensor, exact: Tensor) -> float:
     return float((ours.detach().double() - exact.detach()).norm() / (float(exact.norm().detach()) or 1.0))
 
 
-class Writes:
+class Adds:
     """Random streams and an update, and the way through the kernel and through torch's norm."""
 
     def __init__(
-        self, rows: int, channels: int, *, update: bool = True, shift: bool = True, score: bool = True,
-        written: bool = True, read_later: bool = True, mean: float = 0.5, spread: float = 1.0,
+        self, rows: int, channels: int, *, update: bool = True, update_bias: bool = True, gate: bool = True,
+        save_sum: bool = True, read_later: bool = True, mean: float = 0.5, spread: float = 1.0,
         dtype: torch.dtype = torch.float32, streams: torch.dtype = torch.float32, batch: int = 2, device: str = "cpu",
     ):  # fmt: skip
-        self.written, self.read_later, self.dtype = written, read_later, dtype
+        self.save_sum, self.read_later, self.dtype = save_sum, read_later, dtype
 
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, device=device)
@@ -35,25 +35,25 @@ class Writes:
         self.given = {"x": x, "weight": random(channels), "bias": random(channels)}
         if update:
             self.given["update"] = random(batch, rows, channels).to(dtype)
-        if update and shift:
-            self.given["shift"] = random(channels)
-        if update and score:
-            self.given["score"] = torch.rand(batch, rows, device=device)
+        if update and update_bias:
+            self.given["update_bias"] = random(channels)
+        if update and gate:
+            self.given["gate"] = torch.rand(batch, rows, device=device)
         self.upstream = random(batch, rows, channels).to(dtype), random(batch, rows, channels).to(streams)
 
     def through_kernel(self) -> dict[str, Tensor]:
         leaves = {name: x.detach().requires_grad_() for name, x in self.given.items()}
-        return self._named(leaves, *norm.write_norm(
-            leaves["x"], leaves.get("update"), shift=leaves.get("shift"), score=leaves.get("score"),
-            weight=leaves["weight"], bias=leaves["bias"], eps=1e-5, dtype=self.dtype, keep_written=self.written,
+        return self._named(leaves, *ops.add_norm(
+            leaves["x"], leaves.get("update"), update_bias=leaves.get("update_bias"), gate=leaves.get("gate"),
+            weight=leaves["weight"], bias=leaves["bias"], eps=1e-5, dtype=self.dtype, save_sum=self.save_sum,
         ))  # fmt: skip
 
     def exact(self) -> dict[str, Tensor]:
         leaves = {name: x.detach().double().requires_grad_() for name, x in self.given.items()}
         x = leaves["x"]
         if "update" in leaves:
-            update = leaves["update"] + leaves.get("shift", 0.0)
-            x = x + (update * leaves["score"][..., None] if "score" in leaves else update)
+            update = leaves["update"] + leaves.get("update_bias", 0.0)
+            x = x + (update * leaves["gate"][..., None] if "gate" in leaves else update)
         return self._named(leaves, x, F.layer_norm(x, x.shape[-1:], leaves["weight"], leaves["bias"], 1e-5))
 
     def _named(self, leaves: dict[str, Tensor], x: Tensor, h: Tensor) -> dict[str, Tensor]:
@@ -70,26 +70,26 @@ class Writes:
 
 def rounded_streams() -> Found:
     """With streams in bfloat16 a backward that makes x' again has the very x' of the forward."""
-    writes = Writes(9, 24, streams=torch.bfloat16)
-    kept = writes.through_kernel()
-    writes.written = False
-    made = writes.through_kernel()
+    adds = Adds(9, 24, streams=torch.bfloat16)
+    kept = adds.through_kernel()
+    adds.save_sum = False
+    made = adds.through_kernel()
     return {name: torch.equal(kept[name], made[name]) for name in kept}
 
 
-def writes_keep() -> Found:
+def what_is_saved() -> Found:
     """An update is kept only where the backward needs it; the same bits twice."""
     kept: dict[bool, list[int]] = {}
     for scored in (True, False):
-        writes, sizes = Writes(9, 24, score=scored), []
+        adds, sizes = Adds(9, 24, gate=scored), []
 
         def count(x: Tensor, sizes: list[int] = sizes) -> Tensor:
             sizes.append(x.numel())
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-            first = writes.through_kernel()
-        second = writes.through_kernel()
+            first = adds.through_kernel()
+        second = adds.through_kernel()
         kept[scored] = sizes
     whole = 2 * 9 * 24
     return {
@@ -107,22 +107,22 @@ def column_sums(rows: int, columns: int) -> Found:
 def quick() -> dict[str, Callable[[], Found]]:
     return {
         "sums": lambda: column_sums(37, 21),
-        "write and norm": lambda: Writes(9, 24, written=False).errors(),
-        "norm alone": lambda: Writes(9, 24, update=False).errors(),
-        "norm of next to nothing": lambda: Writes(9, 24, update=False, mean=0.0, spread=1e-3).errors(),  # eps counts
+        "add and norm": lambda: Adds(9, 24, save_sum=False).errors(),
+        "norm alone": lambda: Adds(9, 24, update=False).errors(),
+        "norm of next to nothing": lambda: Adds(9, 24, update=False, mean=0.0, spread=1e-3).errors(),  # eps counts
     }
 
 
 def full() -> dict[str, Callable[[], Found]]:
     return {
         **{
-            f"write {form}": lambda form=form: Writes(5, 40, **dict(zip(FORMS, form, strict=True))).errors()
+            f"add {form}": lambda form=form: Adds(5, 40, **dict(zip(FORMS, form, strict=True))).errors()
             for form in itertools.product((True, False), repeat=len(FORMS))
         },
-        **{f"write {shape}": lambda shape=shape: Writes(*shape).errors() for shape in ((1, 2), (1, 8), (70, 100))},
-        "write a single row": lambda: Writes(1, 40, batch=1).errors(),
-        "write into bfloat16": rounded_streams,
-        "write, far from zero": lambda: Writes(3, 64, mean=50.0).errors(),
+        **{f"add {shape}": lambda shape=shape: Adds(*shape).errors() for shape in ((1, 2), (1, 8), (70, 100))},
+        "add to a single row": lambda: Adds(1, 40, batch=1).errors(),
+        "add to bfloat16": rounded_streams,
+        "add, far from zero": lambda: Adds(3, 64, mean=50.0).errors(),
         **{f"sums {shape}": lambda shape=shape: column_sums(*shape) for shape in ((1, 1), (5, 40), (700, 33))},
-        "what writes keep": writes_keep,
+        "what is saved": what_is_saved,
     }

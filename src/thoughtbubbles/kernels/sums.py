@@ -1,6 +1,6 @@
 """Sums over the streams, for gradients of biases and of norms: a pass over all rows, then a short one over its results.
 
-The plain twin is `x.sum(0, dtype=float32)`.
+The reference is `x.sum(0, dtype=float32)`.
 """
 
 import torch
@@ -9,10 +9,11 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from thoughtbubbles.kernels.launch import programs_for
+
 ROWS, COLUMNS = 32, 128  # of a program's tile in a pass over many rows
 LAST_ROWS, LAST_COLUMNS = 128, 16  # and in the last one, in which a program has its columns to itself
 FEW = 2048  # rows that the last pass takes
-MULTIPROCESSORS = 132  # of an H200
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -25,12 +26,6 @@ def _column_sums(x, sums, R, C, rows, BR: tl.constexpr, BC: tl.constexpr):  # ty
         total += tl.load(x + row * C + column, mask=(row < R) & (column < C), other=0.0).to(tl.float32)
     to = tl.program_id(1) * BC + tl.arange(0, BC)
     tl.store(sums + tl.program_id(0).to(tl.int64) * C + to, tl.sum(total, 0), mask=to < C)
-
-
-def programs_for(x: Tensor, work: int, *, each: int) -> int:
-    """`each` for every multiprocessor of the tensor's GPU, but no more than there is work."""
-    count = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else MULTIPROCESSORS
-    return max(1, min(work, each * count))
 
 
 def column_sums(x: Float[Tensor, "R C"]) -> Float[Tensor, "C"]:

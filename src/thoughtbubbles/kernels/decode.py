@@ -1,13 +1,13 @@
 """Kernels of a decoding step: few rows, so that all time goes into reading weights, keys and values once.
 
-    add_norm          x ← x + write · (sum of partial products + bias),  h = LayerNorm(x)
+    add_norm          x ← x + gate · (sum of partial products + bias),  h = LayerNorm(x)
     linear            h · Wᵀ + bias, with GELU if wanted
     partial_linear    products over parts of the channels, for `add_norm` to add up
     attend            rotates, keeps the new keys and values, attends over all that are kept
 
 At these sizes a kernel spends as long on beginning and ending as on its work. So each lets the next one be launched as
 soon as its own inputs are there (programmatic dependent launch, on GPUs that have it): the next one is then in place,
-has loaded what nobody writes, and waits. The plain twin of all this is `Block` itself; rounding to the streams' dtype
+has loaded what nobody writes, and waits. The reference of all this is `Block` itself; rounding to the streams' dtype
 happens in the same places.
 """
 
@@ -61,8 +61,8 @@ def _linear(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _add_norm(  # type: ignore[no-untyped-def]
-    x, parts, bias, write, weight, shift, x_after, h, M, D, eps,
-    PARTS: tl.constexpr, WRITE: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr,
+    x, parts, bias, gate, weight, shift, x_after, h, M, D, eps,
+    PARTS: tl.constexpr, GATE: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     d = tl.arange(0, BD)
@@ -77,8 +77,8 @@ def _add_norm(  # type: ignore[no-untyped-def]
         for part in tl.static_range(PARTS):
             update += tl.load(parts + (part * M + row) * D + d, mask=inside, other=0.0)
         update = update.to(dtype).to(tl.float32)
-        if WRITE:
-            update = (update * tl.load(write + row)).to(dtype).to(tl.float32)
+        if GATE:
+            update = (update * tl.load(gate + row)).to(dtype).to(tl.float32)
         stream = (stream + update).to(dtype)
         tl.store(x_after + row * D + d, stream, mask=inside)
         stream = stream.to(tl.float32)
@@ -253,16 +253,16 @@ def add_norm(
     x: Float[Tensor, "M D"],
     parts: Float[Tensor, "parts M D"] | None,
     bias: Float[Tensor, "D"],
-    write: Float[Tensor, "M"] | None,
+    gate: Float[Tensor, "M"] | None,
     norm: torch.nn.LayerNorm,
 ) -> tuple[Float[Tensor, "M D"], Float[Tensor, "M D"]]:
     """The streams after the update, and their norm. Without parts there is nothing to add."""
     m, d = x.shape
     after, h = x if parts is None else torch.empty_like(x), torch.empty_like(x)
     _add_norm[(m,)](
-        x, x if parts is None else parts, bias, x if write is None else write, norm.weight, norm.bias, after, h,
+        x, x if parts is None else parts, bias, x if gate is None else gate, norm.weight, norm.bias, after, h,
         m, d, norm.eps,
-        PARTS=0 if parts is None else parts.shape[0], WRITE=write is not None, BD=triton.next_power_of_2(d),
+        PARTS=0 if parts is None else parts.shape[0], GATE=gate is not None, BD=triton.next_power_of_2(d),
         num_warps=8, **_launching(x.device),
     )  # fmt: skip
     return after, h

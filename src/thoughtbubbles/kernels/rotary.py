@@ -1,6 +1,6 @@
-"""Rotation for attention's kernels: of queries and keys on the way in, and of their gradients on the way back.
+"""Rotary embedding for attention's kernels: of queries and keys on the way in, and of their gradients on the way back.
 
-Channel i is paired with channel i + H/2, as in model/rope.py, whose `rotate` is the plain twin.
+Channel i is paired with channel i + H/2, as in model/rope.py, whose `rotate` is the reference implementation.
 """
 
 import triton
@@ -14,8 +14,8 @@ def _halves(x, ROWS: tl.constexpr, H: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def turn(  # type: ignore[no-untyped-def]
-    qkv, bias, cos, sin, value, turned, S, N, part,
+def rotate_qkv(  # type: ignore[no-untyped-def]
+    qkv, bias, cos, sin, value, rotated, S, N, part,
     H: tl.constexpr, VALUE: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """(B, S, 3, N, H) + bias (3, N, H) → (3, B, N, S, H). `part` is the distance between q, k and v in the latter."""
@@ -29,7 +29,7 @@ def turn(  # type: ignore[no-untyped-def]
     r = tl.load(sin + angle, mask=inside, other=0.0)
     if VALUE:
         score = tl.load(value + b * S + s, mask=s < S, other=0.0)[:, None]
-    dtype: tl.constexpr = turned.dtype.element_ty
+    dtype: tl.constexpr = rotated.dtype.element_ty
     row = (b * S + s).to(tl.int64)[:, None] * (3 * N * H)
     for n in range(N):
         into = ((b * N + n).to(tl.int64) * S + s[:, None]) * H + i[None, :]
@@ -49,12 +49,12 @@ def turn(  # type: ignore[no-untyped-def]
                 if VALUE:
                     x = x * score
                     y = y * score
-            tl.store(turned + which * part.to(tl.int64) + into, x.to(dtype), mask=inside)
-            tl.store(turned + which * part.to(tl.int64) + into + half, y.to(dtype), mask=inside)
+            tl.store(rotated + which * part.to(tl.int64) + into, x.to(dtype), mask=inside)
+            tl.store(rotated + which * part.to(tl.int64) + into + half, y.to(dtype), mask=inside)
 
 
 @triton.jit
-def turned_back(x, cos, sin, angle, here, ROWS: tl.constexpr, H: tl.constexpr):  # type: ignore[no-untyped-def]
+def rotate_back(x, cos, sin, angle, here, ROWS: tl.constexpr, H: tl.constexpr):  # type: ignore[no-untyped-def]
     left, right = _halves(x, ROWS, H)
     c = tl.load(cos + angle, mask=here, other=0.0)
     r = tl.load(sin + angle, mask=here, other=0.0)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from thoughtbubbles.kernels import fork as kernels
 from thoughtbubbles.model.budget import Budget
-from thoughtbubbles.model.kernels import fork as kernels
 from thoughtbubbles.model.selection import Rule, candidate_keys, candidate_levels, pack, ranks
 from thoughtbubbles.model.streams import is_original
 

@@ -5,8 +5,8 @@
     write    ρ_j · (softmax(logits_j) − onehot(target)) for each row, backwards, so that what was read last and is
              still in the cache comes first
 
-A program has one whole bubble: no sums between programs, so no atomics and the same bits every time. The plain twin is
-the chunk of `loss.py`.
+A program has one whole bubble: no sums between programs, so no atomics and the same bits every time. The reference is
+`_reference_chunks` in model/loss.py.
 """
 
 import torch
@@ -15,7 +15,6 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-MOST_ROWS_A_BUBBLE = 1024  # a program holds a few numbers for each row of its bubble in registers
 COLUMNS, TOGETHER, WARPS = 8192, 8, 32  # the piece of a row that a program reads at a time; neighbours in one thread
 LOWEST = tl.constexpr(-1.0e30)  # below every logit, and unlike −∞ it can be subtracted from itself
 

@@ -7,8 +7,8 @@
 Ranks are counted pair by pair. The candidates of a row are ordered by token, and of two with one level the earlier is
 the larger, so all pairs but a few need a single comparison: candidate j of an earlier token counts for i if
 level_j ≥ level_i. Only near i, where tokens can be the same, is more to be asked. That is quadratic, as attention is;
-the 2048 candidates of 64 rows make 134 million pairs, a few thousandths of a step. The plain twins are in
-`selection.py`; all these numbers are whole, so kernels and twins give the same bits.
+the 2048 candidates of 64 rows make 134 million pairs, a few thousandths of a step. The reference
+implementations are in model/selection.py; all these numbers are whole, so both give the same bits.
 """
 
 import torch
@@ -17,7 +17,7 @@ import triton.language as tl
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from thoughtbubbles.model.kernels import on_its_device
+from thoughtbubbles.kernels.launch import on_its_device
 
 MINE, THEIRS = 64, 64  # the tile of pairs that a program looks at together
 PACKED = 1024  # candidates of a row that are packed together

@@ -1,0 +1,49 @@
+"""What all blocks up to the next fork layer need to know of the streams: their positions, and what scores attenuate.
+
+With P the score of a stream and c = 1/√H, the paper adds c · log P_key to the attention logits, multiplies values by
+P_key and multiplies updates of the residual by P.
+"""
+
+import math
+from typing import NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.fork import FLOOR
+from thoughtbubbles.model.rope import Rotary, rotary
+from thoughtbubbles.model.streams import Streams, find_bubbles, positions
+
+
+class Layout(NamedTuple):
+    rotary: Rotary
+    key_bias: Float[Tensor, "B S"] | None = None  # added to the scaled attention logits
+    value_gate: Float[Tensor, "B S"] | None = None  # multiplies the values
+    gate: Float[Tensor, "B S"] | None = None  # multiplies what is added to the residual
+    least_bias: float = -math.inf  # a lower bound of key_bias that is known from the config
+
+
+def find_layout(streams: Streams, config: ModelConfig, *, n_tokens: int, has_forked: bool = True) -> Layout:
+    """`has_forked`: before the first fork layer every score is 1."""
+    position = positions(streams.token, find_bubbles(streams.token, n_tokens), streams.log_score.dtype)
+    return layout_at(position, streams.log_score if has_forked else None, config)
+
+
+def layout_at(position: Float[Tensor, "B S"], log_score: Float[Tensor, "B S"] | None, config: ModelConfig) -> Layout:
+    tables = rotary(position + config.form.first_position, config.head_size)
+    return Layout(tables) if log_score is None else Layout(tables, *attenuation(log_score, config))
+
+
+def attenuation(
+    log_score: Float[Tensor, "B S"], config: ModelConfig
+) -> tuple[Float[Tensor, "B S"] | None, Float[Tensor, "B S"] | None, Float[Tensor, "B S"] | None, float]:
+    """Key bias, value gate and gate of updates, where the config has them; and the lowest that a key bias can be."""
+    score = log_score.exp()
+    scale = 1 / math.sqrt(config.head_size) if config.score_scale == "head" else 1.0
+    return (
+        log_score * scale if config.gate_qk else None,
+        score if config.gate_v else None,
+        score if config.gate_residual else None,
+        FLOOR * len(config.fork_layers) * scale,
+    )
