@@ -10,9 +10,9 @@ logits s, the weights w and dw = dout · (P v)ᵀ, the backward is
 No kernel has atomics, since each number has one owner, so the bits are the same every time. `rotate_qkv` (rotary.py)
 adds the projections' bias, rotates q and k, multiplies v by P and puts each head's rows side by side; `_query_gradient`
 walks along the keys of a block of queries, `_key_gradient` along the queries of a block of keys, with the column sums
-for nothing. Both turn their results back and write them where the projection wants them; sums of these over the streams are
-the gradient of its bias. The references are `fused_attention` and `reference_attention` in model/attention.py, after
-`rotate`.
+for nothing. Both rotate their results back and write them where the projection wants them; sums of these over the
+streams are the gradient of its bias. The references are `fused_attention` and `reference_attention` in
+model/attention.py, after `rotate`.
 """
 
 import math
