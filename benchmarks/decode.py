@@ -1,12 +1,12 @@
-"""Decoding: the cache against recomputation on a CPU, and steps as CUDA graphs on a GPU, with bubbles and without.
+"""Decoding with and without a KV cache on a CPU, and steps as CUDA graphs on a GPU, with bubbles and without.
 
 python benchmarks/decode.py                   150m, float32: 256 new tokens after a prompt of 256, one row
 python benchmarks/decode.py --device cuda     1.9b, bfloat16: 1 row and 32 rows, compiled steps, static shapes
 
 Random weights and random ids. Before anything is timed, cached log-probabilities are checked against the parallel
-forward. Recomputation is timed at 8 evenly spaced sizes of the prefix and summed. On the GPU a step's time is that of
-the replayed graph, the median over all positions; tokens a second are those of the whole loop, with picking tokens and
-handing them out.
+forward. Decoding without a cache is timed at 8 evenly spaced sizes of the prefix and summed. On the GPU a step's time
+is that of the replayed graph, the median over all positions; tokens per second are those of the whole loop, with
+picking tokens and handing them out.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from common import seconds, synchronize, write_results
 from torch import Tensor
 
 from thoughtbubbles.generate.cache import cache_memory, new_cache
-from thoughtbubbles.generate.decode import decode_step, prefill, recompute
+from thoughtbubbles.generate.decode import decode_step, predict_uncached, prefill
 from thoughtbubbles.generate.graph import GraphStep
 from thoughtbubbles.generate.requests import Request, stream
 from thoughtbubbles.generate.sample import Sampling
@@ -33,7 +33,7 @@ from thoughtbubbles.model.cost import parameter_count
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 PROMPT, NEW = 256, 256
-SIZES = 8  # of prefixes at which recomputation is timed
+SIZES = 8  # of prefixes at which decoding without a cache is timed
 
 
 def build(name: str, device: str, dtype: torch.dtype) -> Thoughtbubbles:
@@ -80,7 +80,9 @@ def on_cpu() -> dict[str, Any]:
         gap = difference(model, ids, steps=4)
         assert gap["largest_log_probability"] < 1e-4, gap
         sizes = [PROMPT + i * (NEW - 1) // (SIZES - 1) for i in range(SIZES)]
-        variants: dict[str, Callable[[], object]] = {str(n): partial(recompute, model, ids[:, :n]) for n in sizes}
+        variants: dict[str, Callable[[], object]] = {
+            str(n): partial(predict_uncached, model, ids[:, :n]) for n in sizes
+        }
         variants["cached"] = partial(_decode, model, ids)
         times = seconds(variants, device="cpu", repeats=3, warmup=1)
         cached[name] = times.pop("cached")

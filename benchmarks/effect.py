@@ -22,7 +22,7 @@ OPTIONS = {
     "model.n-head": 8,
     "model.width": 512,
     "tokens-per-step": 64 * 512,
-    "compute.micro-rows": 64,
+    "compute.micro-batch-size": 64,
     "optim.lr": 1.2e-3,
     "optim.warmup": 0.05,
     "save.every": 0,

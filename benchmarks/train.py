@@ -36,7 +36,7 @@ def train(
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     command = [sys.executable, *launcher, "-m", "thoughtbubbles", "train", recipe, "--out", str(out)]
     command += ["--data.mixture", str(data), "--tokens-per-step", str(rows * 512), "--tokens", str(steps * rows * 512)]
-    command += ["--compute.micro-rows", str(rows), "--eval.tokens", "8192", "--eval.sample-tokens", "8", *more]
+    command += ["--compute.micro-batch-size", str(rows), "--eval.tokens", "8192", "--eval.sample-tokens", "8", *more]
     begin, first = time.perf_counter(), 0.0
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryDirectory() as empty:
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor", "TRITON_CACHE_DIR": f"{empty}/triton"}

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from common import write_results
 
-from thoughtbubbles.train.bench import Failed, Measured, product_tflops, run_cases
-from thoughtbubbles.train.bench_cases import default_cases, find_cases
-from thoughtbubbles.train.bench_table import line, show
+from thoughtbubbles.bench.cases import default_cases, find_cases
+from thoughtbubbles.bench.measure import Failed, Measured, product_tflops, run_cases
+from thoughtbubbles.bench.table import line, show
 from thoughtbubbles.train.config import ComputeConfig
 
 # What is said, the case above the line, the case below it, and the number that is compared.

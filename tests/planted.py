@@ -143,7 +143,9 @@ FAULTS = [
         "reduce_dtype=narrow",
         f"{PARALLEL} tests/train/test_precision_copies.py",
     ),
-    Fault("train/data.py", "slice(self.world.rank * self.micro_rows,", "slice(0 * self.micro_rows,", PARALLEL),
+    Fault(
+        "train/data.py", "slice(self.world.rank * self.micro_batch_size,", "slice(0 * self.micro_batch_size,", PARALLEL
+    ),
     Fault(
         "train/loop.py",
         "shares = inputs.real / inputs.all_real.clamp(min=1)",
@@ -176,7 +178,7 @@ FAULTS = [
         "tests/train/test_precision_copies.py",
     ),
     Fault(
-        "train/passes.py",
+        "train/step.py",
         "share.backward()",
         "out.loss.backward()",
         "tests/train/test_passes.py tests/train/test_loop.py",

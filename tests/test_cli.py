@@ -207,7 +207,13 @@ def test_a_dry_run_checks_the_real_run_and_prints_the_resolved_config(show, tmp_
 
 def test_help_shows_every_field_of_a_run(show):
     shown = show("train", "tiny", "--help")
-    for expected in ("--optim.lr", "--model.budget", "--save.milestones", "--data.mixture", "--compute.recompute"):
+    for expected in (
+        "--optim.lr",
+        "--model.budget",
+        "--save.milestones",
+        "--data.mixture",
+        "--compute.activation_checkpointing",
+    ):
         assert expected in shown
 
 

@@ -16,12 +16,13 @@ LEVEL = {
     "generate": 2,
     "evals": 3,
     "train": 4,
-    "analysis": 4,
-    "interop": 4,
-    "serve": 4,
+    "bench": 5,
     "recipes": 5,
-    "cli": 6,
-    "__main__": 7,
+    "analysis": 6,
+    "interop": 6,
+    "serve": 6,
+    "cli": 7,
+    "__main__": 8,
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

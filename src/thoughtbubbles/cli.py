@@ -140,7 +140,7 @@ def generate(
     max_new: int | None = None,
     budget: Annotated[str | None, tyro.conf.arg(metavar="R")] = None,
     budget_mode: Literal["proportional", "fixed"] | None = None,
-    method: Literal["cached", "recomputed"] | None = None,
+    method: Literal["cached", "uncached"] | None = None,
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float = 1.0,
@@ -168,10 +168,10 @@ def generate(
         budget: Streams per token in place of the model's own, such as 2, 1.5 or 4/3: from 1 (no forks) on; as many as
             the fork layers can make, or more, is no limit.
         budget_mode: What the budget is counted on, in place of the model's own. proportional: the tokens so far. fixed:
-            a full block (block selection and --method recomputed only).
+            a full block (block selection and --method uncached only).
         method: How a new token sees those before it; by default whichever is exact for the model.
             cached: what they left is kept. Fast; exact for causal selection, an approximation for block selection.
-            recomputed: all of them are read anew for every token. Slow; exact for both.
+            uncached: all of them are read again for every token. Slow; exact for both.
         temperature: 0 always takes the likeliest token; 1 draws as the model predicts, more is wilder.
         top_k: Draw from the k likeliest tokens only.
         top_p: Draw from the likeliest tokens that together have this probability.
@@ -248,8 +248,8 @@ def bench(
             unevenly frequent as words are.
         out: Also write all numbers to this file, as JSON.
     """
-    from thoughtbubbles.train.bench_table import bench as run
-    from thoughtbubbles.train.bench_table import list_cases
+    from thoughtbubbles.bench.table import bench as run
+    from thoughtbubbles.bench.table import list_cases
 
     if list:
         list_cases()

@@ -197,15 +197,15 @@ def test_batches_are_pure(mixture):
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("micro_rows", [1, 3, 6])
-def test_ranks_share_out_one_global_batch(mixture, world, micro_rows):
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 6])
+def test_ranks_share_out_one_global_batch(mixture, world, micro_batch_size):
     rows = 24
     loader = Loader(mixture, rows=rows, n_tokens=5, seed=3)
-    steps = micro_steps(rows, micro_rows=micro_rows, world=world)
-    assert steps * micro_rows * world == rows
+    steps = micro_steps(rows, micro_batch_size=micro_batch_size, world=world)
+    assert steps * micro_batch_size * world == rows
     for n in (0, 5, 700):
         parts = [
-            loader.batch(n, *rows_of_rank(rows, micro_rows=micro_rows, micro_step=a, rank=r, world=world))
+            loader.batch(n, *rows_of_rank(rows, micro_batch_size=micro_batch_size, micro_step=a, rank=r, world=world))
             for a in range(steps)
             for r in range(world)
         ]
@@ -213,8 +213,8 @@ def test_ranks_share_out_one_global_batch(mixture, world, micro_rows):
 
 
 def test_rows_must_be_shared_out_evenly():
-    with pytest.raises(ValueError, match=r"rows = 24 is not a multiple of micro_rows · ranks = 5 · 2"):
-        rows_of_rank(24, micro_rows=5, micro_step=0, rank=0, world=2)
+    with pytest.raises(ValueError, match=r"rows = 24 is not a multiple of micro_batch_size · ranks = 5 · 2"):
+        rows_of_rank(24, micro_batch_size=5, micro_step=0, rank=0, world=2)
 
 
 # --- mixtures --------------------------------------------------------------------------------------

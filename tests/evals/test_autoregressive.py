@@ -1,4 +1,4 @@
-"""Scoring each token from its own prefix: cache and recomputation against the parallel forward and against loops."""
+"""Scoring each token from its own prefix: with and without a cache, against the parallel forward and against loops."""
 
 import math
 import statistics
@@ -12,9 +12,9 @@ from thoughtbubbles.evals.autoregressive import (
     Scores,
     Windows,
     blockwise,
-    by_recomputation,
     compare,
     through_cache,
+    without_cache,
 )
 from thoughtbubbles.evals.perplexity import describe, differences, perplexity, remarks, ways_of
 from thoughtbubbles.model.config import ModelConfig
@@ -67,7 +67,7 @@ def test_through_the_cache_a_causal_model_gives_the_parallel_losses(changes):
     windows = ragged_windows(model.config)
     parallel = blockwise(model, windows, batch=2)
     assert_same_losses(through_cache(model, windows, batch=2), parallel)
-    assert_same_losses(by_recomputation(model, windows, batch=3), parallel)
+    assert_same_losses(without_cache(model, windows, batch=3), parallel)
 
 
 @pytest.mark.parametrize("budget", [1, 1.7, "5/3"])
@@ -81,10 +81,10 @@ def test_another_budget_reaches_every_way(budget):
 
 @pytest.mark.parametrize("mode", ["proportional", "fixed"])
 @pytest.mark.parametrize("budget", [None, 1.5])
-def test_recomputation_is_a_loop_over_windows_and_prefixes(mode, budget):
+def test_decoding_without_a_cache_is_a_loop_over_windows_and_prefixes(mode, budget):
     model = small_model(selection="block")
     windows = ragged_windows(model.config)
-    found = by_recomputation(model, windows, budget=budget, budget_mode=mode, batch=3)
+    found = without_cache(model, windows, budget=budget, budget_mode=mode, batch=3)
     options = {"selection": "block", "budget": budget, "budget_mode": mode}
     nll, likeliest = prefix_by_prefix(model, windows, **options)
     torch.testing.assert_close(found.nll, nll, atol=SAME_ROW, rtol=0)
@@ -94,8 +94,8 @@ def test_recomputation_is_a_loop_over_windows_and_prefixes(mode, budget):
 def test_a_fixed_budget_is_another_one_until_the_block_is_full():
     model = small_model(selection="block")
     windows = some_windows(model.config)
-    proportional = by_recomputation(model, windows)
-    fixed = by_recomputation(model, windows, budget_mode="fixed")
+    proportional = without_cache(model, windows)
+    fixed = without_cache(model, windows, budget_mode="fixed")
     apart = (proportional.nll - fixed.nll).abs()
     assert (apart[:, 1:5] > SAME_ROW_FLOAT32).any()
     torch.testing.assert_close(proportional.nll[:, -1], fixed.nll[:, -1], atol=SAME_ROW, rtol=0)
@@ -107,14 +107,14 @@ def test_a_model_with_a_fixed_budget_is_scored_with_the_proportional_one_unless_
     expected = model(windows.ids, targets=windows.targets, budget_mode="proportional", want=("token_nll",)).token_nll
     torch.testing.assert_close(blockwise(model, windows).nll, expected.detach(), atol=SAME_ROW, rtol=0)
     nll, _ = prefix_by_prefix(model, windows, budget_mode="proportional")
-    torch.testing.assert_close(by_recomputation(model, windows).nll, nll, atol=SAME_ROW, rtol=0)
+    torch.testing.assert_close(without_cache(model, windows).nll, nll, atol=SAME_ROW, rtol=0)
 
 
 def test_block_selection_sees_the_future_only_blockwise():
     """The last target of a window has no future: there, and there only, both must agree."""
     model = small_model(selection="block")
     windows = ragged_windows(model.config)
-    apart = (blockwise(model, windows).nll - by_recomputation(model, windows).nll).abs()
+    apart = (blockwise(model, windows).nll - without_cache(model, windows).nll).abs()
     last = apart.gather(1, windows.lengths[:, None] - 1)
     assert last.max() < SAME_ROW
     assert apart.max() > SAME_ROW_FLOAT32
@@ -132,7 +132,7 @@ def test_the_cached_approximation_is_the_causal_rule_with_the_same_weights():
     assert torch.equal(found.likeliest[windows.counted], greedy[windows.counted])
 
 
-@pytest.mark.parametrize("score", [blockwise, through_cache, by_recomputation])
+@pytest.mark.parametrize("score", [blockwise, through_cache, without_cache])
 @pytest.mark.parametrize("selection", ["causal", "block"])
 def test_the_size_of_batches_and_padding_change_nothing(score, selection):
     model = small_model(selection=selection)
@@ -150,7 +150,7 @@ def test_the_size_of_batches_and_padding_change_nothing(score, selection):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("score", [blockwise, through_cache, by_recomputation])
+@pytest.mark.parametrize("score", [blockwise, through_cache, without_cache])
 def test_windows_go_to_the_device_of_the_model(score):
     model = small_model(selection="block")
     windows = ragged_windows(model.config)
@@ -160,7 +160,7 @@ def test_windows_go_to_the_device_of_the_model(score):
     assert torch.equal(found.likeliest, expected.likeliest)
 
 
-@pytest.mark.parametrize("score", [blockwise, through_cache, by_recomputation])
+@pytest.mark.parametrize("score", [blockwise, through_cache, without_cache])
 def test_targets_that_do_not_count(score):
     model = small_model()
     whole = some_windows(model.config)
@@ -216,7 +216,7 @@ def test_uneven_windows_count_by_their_tokens():
 def test_agreement_is_counted_over_the_targets_alone():
     model = small_model(selection="block")
     windows = ragged_windows(model.config)
-    exact, cached = by_recomputation(model, windows), through_cache(model, windows)
+    exact, cached = without_cache(model, windows), through_cache(model, windows)
     same = [a == b for a, b in zip(exact.likeliest[exact.counted], cached.likeliest[exact.counted], strict=True)]
     gap = compare(cached, exact)
     assert gap.same_greedy == pytest.approx(sum(same) / sum(LENGTHS))
@@ -275,4 +275,4 @@ def test_mistakes():
     with pytest.raises(ValueError, match=r"budget = 0\.5 is below 1"):
         through_cache(model, some_windows(config), budget=0.5)
     with pytest.raises(ValueError, match="a fixed budget looks at the whole block"):
-        by_recomputation(model, some_windows(config), budget_mode="fixed")
+        without_cache(model, some_windows(config), budget_mode="fixed")

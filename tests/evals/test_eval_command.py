@@ -14,7 +14,7 @@ from thoughtbubbles.checkpoint import load, load_folder_tokenizer, save_model
 from thoughtbubbles.cli import main
 from thoughtbubbles.data.loader import HeldOut, Source
 from thoughtbubbles.data.synthetic import write_synthetic
-from thoughtbubbles.evals.autoregressive import by_recomputation, through_cache
+from thoughtbubbles.evals.autoregressive import through_cache, without_cache
 from thoughtbubbles.evals.figures import draw_perplexity
 from thoughtbubbles.evals.run import run, windows_for
 from thoughtbubbles.evals.settings import Evaluation
@@ -95,8 +95,8 @@ def test_the_command(trained, corpus, tmp_path, capsys):
     windows = windows_for(settings, model.config, load_folder_tokenizer(trained["tiny-paper"]))
     ways = results["tasks"]["perplexity"]["ways"]
     for name, scores in (
-        ("autoregressive", by_recomputation(model, windows, budget=1.5)),
-        ("fixed", by_recomputation(model, windows, budget=1.5, budget_mode="fixed")),
+        ("autoregressive", without_cache(model, windows, budget=1.5)),
+        ("fixed", without_cache(model, windows, budget=1.5, budget_mode="fixed")),
         ("cached", through_cache(model, windows, budget=1.5)),
     ):
         assert ways[name]["nats"] == pytest.approx(scores.mean, abs=SAME_FUNCTION)

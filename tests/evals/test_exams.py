@@ -187,7 +187,7 @@ def test_answers_of_other_settings_are_not_mixed_in(models, questions, tmp_path,
     for changes in ({"budget": ("1.25",)}, {"dtype": "float32"}):
         assert (answered_before(**changes), answered_before(**changes)) == (0, 3), changes
     assert answered_before() == answered_before(budget=("3/2",)) == 3  # which is the model's own
-    assert answered_before(method="recomputed") == 3  # choices are not written
+    assert answered_before(method="uncached") == 3  # choices are not written
     assert answered_before(limit=2) == 2  # of the same exam
     monkeypatch.setitem(TASKS, "piqa", replace(TASKS["piqa"], version=2))
     assert (answered_before(), answered_before()) == (0, 3)
@@ -247,12 +247,12 @@ def test_the_method_is_the_one_asked_for(models, questions, tmp_path):
     model, tok = load(models["block"], dtype=torch.float64), tokenizer("bytes")
     asked = Request(prompt=tok.encode("How many?\n"), max_new=NEW, sampling=Sampling(temperature=0))
     texts = {}
-    for method in ("cached", "recomputed"):
+    for method in ("cached", "uncached"):
         evaluate(models["block"], questions, tmp_path / method, tasks=("gsm8k",), method=method, limit=1)
         (said,) = generate(model, [asked], tokenizer=tok, method=method)
         texts[method] = answers(tmp_path / method, "gsm8k")[0]["text"]
         assert texts[method] == said.text
-    assert texts["cached"] != texts["recomputed"]
+    assert texts["cached"] != texts["uncached"]
 
 
 def test_narrow_numbers_stay_near(models, questions, tmp_path):

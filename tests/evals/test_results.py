@@ -119,7 +119,7 @@ def test_the_name_follows_what_the_numbers_depend_on(corpus, questions, tmp_path
         about = {"weights": 1, "dtype": settings.dtype}
         return name_of(settings, _depends_on(settings, model, _budgets(model, settings), about, work))
 
-    alike = {name(), name(batch=1, batch_tokens=9, answers_at_once=2, fresh=True, out=tmp_path, method="recomputed")}
+    alike = {name(), name(batch=1, batch_tokens=9, answers_at_once=2, fresh=True, out=tmp_path, method="uncached")}
     assert len({each[-8:] for each in alike}) == 1
     changes = {"windows": 3}, {"tokens": 9}, {"split": "train"}, {"limit": 2}, {"dtype": "float64"}, {"budget": ("2",)}
     changes += {"budget": ("1.5", "2")}, {"budget": ("2", "1.5")}, {"tasks": ("piqa",)}, {"tasks": ("piqa", "blimp")}

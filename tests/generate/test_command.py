@@ -87,7 +87,7 @@ def test_the_text_is_the_library_s(folders, form, capsys):
     rest = "" if form == "plain" else ", after the last fork layer; budget 2, over prompt and text"
     assert f"; {mean:.2f} streams per token ({over}{rest});" in err
     assert "no limit" not in err
-    assert ("; recomputed;" if form == "block" else "; cached;") in err
+    assert ("; uncached;" if form == "block" else "; cached;") in err
 
 
 def test_every_option_reaches_the_request(folders, capsys):
@@ -144,10 +144,10 @@ def test_seeds(folders, capsys):
 @pytest.mark.slow
 def test_both_methods_write_the_same_greedy_text(folders, capsys):
     same = (PROMPT, "--checkpoint", folders["causal"], *GREEDY, *EXACT)
-    cached, recomputed = (run(capsys, *same, "--method", method) for method in ("cached", "recomputed"))
-    assert cached[0] == recomputed[0]
+    cached, uncached = (run(capsys, *same, "--method", method) for method in ("cached", "uncached"))
+    assert cached[0] == uncached[0]
     assert "; cached;" in cached[1]
-    assert "; recomputed;" in recomputed[1]
+    assert "; uncached;" in uncached[1]
     assert "the model's block of 64 tokens is full" in cached[1]
 
 
@@ -179,7 +179,7 @@ def new_sizes(model: Thoughtbubbles, ids: list[int], **rule: Any) -> list[int]:
     ("form", "options", "rule"),
     [
         ("causal", "--budget 1.5", {"budget": 1.5}),
-        ("causal", "--method recomputed", {}),
+        ("causal", "--method uncached", {}),
         ("block", "", {}),
         ("block", "--budget-mode fixed --budget 3/2", {"budget": 1.5, "budget_mode": "fixed"}),
         ("block", "--method cached", {"selection": "causal"}),
@@ -343,7 +343,7 @@ def test_a_budget_that_is_no_limit_says_so(folders, form, budget, remark, capsys
         (f"--top {10**30}", f"top = {10**30}: give a whole number from 0 to 257"),
         ("--budget much", "budget = 'much' is not a number"),
         ("--budget-mode fixed", "it goes with models of block selection only"),
-        ("--budget-mode fixed --method recomputed", "it goes with block selection only"),
+        ("--budget-mode fixed --method uncached", "it goes with block selection only"),
         ("--temperature -1", "temperature = -1.0: give 0 (greedy) or 0.001"),
         ("--top-k 0", "top_k = 0"),
         ("--top-p 1.5", "top_p = 1.5"),
@@ -396,7 +396,7 @@ def test_as_a_process_it_writes_what_it_writes_here(folders, capsys):
 
 @pytest.mark.slow
 def test_a_reader_who_leaves_is_no_error(folders):
-    process = start(PROMPT, "--checkpoint", folders["long"], "--method", "recomputed")
+    process = start(PROMPT, "--checkpoint", folders["long"], "--method", "uncached")
     assert os.read(process.stdout.fileno(), 5) == PROMPT.encode()[:5]
     process.stdout.close()
     process.wait(timeout=120)
@@ -406,7 +406,7 @@ def test_a_reader_who_leaves_is_no_error(folders):
 
 @pytest.mark.slow
 def test_an_interruption_keeps_what_is_written(folders):
-    process = start(PROMPT, "--checkpoint", folders["long"], "--method", "recomputed")
+    process = start(PROMPT, "--checkpoint", folders["long"], "--method", "uncached")
     out = b""
     while len(out) < 20:
         out += os.read(process.stdout.fileno(), 20)

@@ -29,7 +29,7 @@ from helpers import (
     random_ids,
     small_config,
 )
-from thoughtbubbles.generate.decode import advance, decode_step, prefill, recompute
+from thoughtbubbles.generate.decode import advance, decode_step, predict_uncached, prefill
 from thoughtbubbles.model.config import ModelConfig
 
 MERGES = ("mixture", "residual", "original")
@@ -221,7 +221,7 @@ def test_greedy_text_of_256_tokens_is_the_same_with_and_without_the_cache(merge)
     # Every prefix anew, many at a time: if each gives the next token, so does writing without a cache.
     for first in range(16, 272, 64):
         lengths = torch.arange(first, first + 64)
-        anew = recompute(model, torch.tensor([text[: first + 63]]).expand(64, -1), lengths=lengths)
+        anew = predict_uncached(model, torch.tensor([text[: first + 63]]).expand(64, -1), lengths=lengths)
         assert anew.logits.argmax(-1).tolist() == text[first : first + 64]
     assert len(set(text[16:])) > 5, "a text that tells nothing apart would prove nothing"
 
@@ -336,11 +336,11 @@ def test_widths_that_are_known_beforehand_change_nothing(form):
 
 
 @pytest.mark.parametrize("selection", ["block", "causal"])
-def test_recomputing_is_the_forward_of_each_row_alone(selection):
+def test_decoding_without_a_cache_is_the_forward_of_each_row_alone(selection):
     model = lively_model(small_config(budget=1.5))
     rows, budgets = some_rows(model.config, [3, 11, 7]), [2, 1.15, Fraction(7, 3)]
     ids, lengths = padded(rows)
-    prediction = recompute(model, ids, lengths=lengths, budget=budgets, selection=selection)
+    prediction = predict_uncached(model, ids, lengths=lengths, budget=budgets, selection=selection)
     for i, row in enumerate(rows):
         alone = model(row[None], budget=budgets[i], selection=selection, want=("logits",), trace=True)
         torch.testing.assert_close(prediction.logits[i], alone.logits[0, -1], atol=SAME_ROW, rtol=0)
@@ -348,10 +348,10 @@ def test_recomputing_is_the_forward_of_each_row_alone(selection):
     assert not prediction.logits.requires_grad
 
 
-def test_recomputing_with_a_fixed_budget():
+def test_decoding_without_a_cache_with_a_fixed_budget():
     model = lively_model(small_config(budget=1.5, selection="block"))
     ids = random_ids(model.config, 1, 5)
-    fixed, own = (recompute(model, ids, budget_mode=mode) for mode in ("fixed", None))
+    fixed, own = (predict_uncached(model, ids, budget_mode=mode) for mode in ("fixed", None))
     alone = model(ids, budget_mode="fixed", want=("logits",)).logits[:, -1]
     torch.testing.assert_close(fixed.logits, alone, atol=SAME_ROW, rtol=0)
     assert not torch.allclose(fixed.logits, own.logits)
@@ -483,7 +483,7 @@ def test_what_is_no_cache_is_refused(started):
 
 
 @pytest.mark.usefixtures("no_shape_checks")
-@pytest.mark.parametrize("read", [prefill, recompute])
+@pytest.mark.parametrize("read", [prefill, predict_uncached])
 @pytest.mark.parametrize("ids", [[[1, 2]], "ab", None, 3, torch.ones(1, 2), torch.tensor([[True]])], ids=repr)
 def test_prompts_of_the_wrong_kind_are_refused(started, read, ids):
     with pytest.raises(ValueError, match=r"^ids (is a|of shape)"):

@@ -89,7 +89,7 @@ def brute_force(model, request: Request, *, n_ids: int, **options) -> tuple[list
 # ---- one and many ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["cached", "recomputed"])
+@pytest.mark.parametrize("method", ["cached", "uncached"])
 def test_a_mixed_batch_is_each_request_alone(model, method):
     requests = varied()
     together = generate(model, requests, tokenizer=PIECES, method=method)
@@ -109,15 +109,15 @@ def test_the_size_of_a_batch_plays_no_part(model, batch_size):
 
 
 @pytest.mark.parametrize("merge", ["mixture", "residual", "original"])
-def test_cached_is_recomputed_is_brute_force(merge):
+def test_cached_is_uncached_is_brute_force(merge):
     model = model_of(merge=merge)
     requests = [
         Request(prompt=[1, 2, 3], max_new=6, budget=1.5, sampling=Sampling(seed=1)),
         Request(prompt=[9], max_new=8, budget=4, sampling=Sampling(seed=2)),
         Request(prompt=[4, 4], max_new=4, sampling=GREEDY),
     ]
-    cached, recomputed = (generate(model, requests, method=m) for m in ("cached", "recomputed"))
-    for request, a, b in zip(requests, cached, recomputed, strict=True):
+    cached, uncached = (generate(model, requests, method=m) for m in ("cached", "uncached"))
+    for request, a, b in zip(requests, cached, uncached, strict=True):
         assert_same_completion(a, b)
         ids, log_probs, streams = brute_force(model, request, n_ids=14)
         assert a.ids == ids
@@ -127,7 +127,7 @@ def test_cached_is_recomputed_is_brute_force(merge):
 
 @pytest.mark.parametrize("mode", [None, "fixed", "proportional"])
 @pytest.mark.parametrize("own_mode", ["proportional", "fixed"])
-def test_a_block_model_is_recomputed(own_mode, mode):
+def test_a_block_model_is_uncached(own_mode, mode):
     """Its rule revises decisions: only the forward over the whole prefix is right, and it is the default."""
     model = model_of(selection="block", budget=1.5, budget_mode=own_mode)
     requests = [
@@ -157,8 +157,8 @@ def test_a_block_model_through_the_cache_follows_the_causal_rule():
 def test_baselines(form):
     model = model_of(**form)
     request = Request(prompt=[1, 2, 3], max_new=6, sampling=Sampling(seed=1))
-    cached, recomputed = (generate(model, [request], method=m)[0] for m in ("cached", "recomputed"))
-    assert_same_completion(cached, recomputed)
+    cached, uncached = (generate(model, [request], method=m)[0] for m in ("cached", "uncached"))
+    assert_same_completion(cached, uncached)
     ids, _, streams = brute_force(model, request, n_ids=14)
     assert cached.ids == ids
     assert cached.streams == streams == [model.config.copies] * 6
@@ -398,7 +398,7 @@ def test_max_new_and_the_block(model):
         Request(prompt=[1] * 19, sampling=GREEDY, max_new=1),
         Request(prompt=[1] * 13, sampling=GREEDY, max_new=3),
     ]
-    for method in ("cached", "recomputed"):
+    for method in ("cached", "uncached"):
         completions = generate(model, requests, method=method)
         assert [len(completion.ids) for completion in completions] == [7, 1, 1, 3]
         assert all(completion.finish == "length" for completion in completions)
@@ -510,9 +510,9 @@ def test_budgets_up_to_what_the_forks_allow(model):
     ("changes", "options", "words"),
     [
         ({}, {"budget_mode": "fixed"}, "a fixed budget looks at the whole block"),
-        ({}, {"budget_mode": "fixed", "method": "recomputed"}, "a fixed budget looks at the whole block"),
-        ({"selection": "block"}, {"budget_mode": "fixed", "method": "cached"}, "use the method 'recomputed'"),
-        ({"selection": "block", "budget_mode": "fixed"}, {"method": "cached"}, "use the method 'recomputed'"),
+        ({}, {"budget_mode": "fixed", "method": "uncached"}, "a fixed budget looks at the whole block"),
+        ({"selection": "block"}, {"budget_mode": "fixed", "method": "cached"}, "use the method 'uncached'"),
+        ({"selection": "block", "budget_mode": "fixed"}, {"method": "cached"}, "use the method 'uncached'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes, options, words):
@@ -539,7 +539,7 @@ def test_what_does_not_go_together_is_refused(changes, options, words):
         ({"tokenizer": "gpt2"}, "tokenizer = 'gpt2': give a Tokenizer"),
         ({"compiled": "yes"}, "compiled = 'yes': give True or False"),
         ({"compiled": True}, "needs a CUDA GPU"),
-        ({"compiled": True, "method": "recomputed"}, "needs the cache"),
+        ({"compiled": True, "method": "uncached"}, "needs the cache"),
     ],
 )
 def test_options_out_of_range_are_refused(model, options, words):

@@ -26,7 +26,7 @@ from helpers import (
 )
 from thoughtbubbles.checkpoint import load_folder_tokenizer, save_model
 from thoughtbubbles.cli import main
-from thoughtbubbles.generate.decode import decode_step, prefill, recompute
+from thoughtbubbles.generate.decode import decode_step, predict_uncached, prefill
 from thoughtbubbles.interop.authors import budget_for, import_model
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import AUTHORS, OURS, ModelConfig
@@ -219,9 +219,9 @@ def test_steps_through_the_cache_equal_the_parallel_forward(merge):
     torch.testing.assert_close(prediction.logits.log_softmax(-1), expected[:, -1], atol=SAME_ROW, rtol=0)
 
 
-def test_recomputing_equals_the_parallel_forward():
+def test_decoding_without_a_cache_equals_the_parallel_forward():
     model, ids = imported(tree_of(seed=3)), rows_of_ids(2)
-    torch.testing.assert_close(recompute(model, ids).logits, model(ids, want=("logits",)).logits[:, -1])
+    torch.testing.assert_close(predict_uncached(model, ids).logits, model(ids, want=("logits",)).logits[:, -1])
 
 
 def test_the_folder_keeps_it(tmp_path):

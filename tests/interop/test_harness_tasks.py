@@ -197,7 +197,7 @@ def test_bad_input(data, tmp_path):
         assert "budget" in refused(budget=budget)
     for tokens in (0, True, "64", 1.5, 10**30):
         assert f"batch_tokens = {tokens!r}" in refused(batch_tokens=tokens)
-    assert "method = 'guessed': choose one of cached, recomputed" in refused(method="guessed")
+    assert "method = 'guessed': choose one of cached, uncached" in refused(method="guessed")
     assert "compile = 'yes'" in refused(compile="yes")
     for device in ("nonsense", "cpu:x", 5.5, None):
         assert "device = " in refused(device=device)

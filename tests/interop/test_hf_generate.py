@@ -188,14 +188,14 @@ def test_padding_ids_are_never_written(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", slow_but(["causal"], CACHED))
-def test_beams_through_the_cache_equal_recomputation(tmp_path, kind):
+def test_beams_through_the_cache_equal_those_without(tmp_path, kind):
     model, _ = pair(tmp_path / "model", kind, dtype=torch.float64)
     options = {"max_new_tokens": 6, "num_beams": 3, "return_dict_in_generate": True, "output_scores": True}
     options |= {"num_return_sequences": 2, "repetition_penalty": PENALTY}
     cached = model.generate(**batch(PROMPTS), **options)
-    recomputed = model.generate(**batch(PROMPTS), **options, use_cache=False)
-    assert torch.equal(cached.sequences, recomputed.sequences)
-    torch.testing.assert_close(cached.sequences_scores, recomputed.sequences_scores, atol=SAME_FUNCTION_FLOAT32, rtol=0)
+    uncached = model.generate(**batch(PROMPTS), **options, use_cache=False)
+    assert torch.equal(cached.sequences, uncached.sequences)
+    torch.testing.assert_close(cached.sequences_scores, uncached.sequences_scores, atol=SAME_FUNCTION_FLOAT32, rtol=0)
     assert isinstance(cached.past_key_values, ThoughtbubblesCache)
     assert cached.past_key_values.get_seq_length() == 7 + 6 - 1
     greedy = model.generate(**batch(PROMPTS), max_new_tokens=6, **GREEDY)

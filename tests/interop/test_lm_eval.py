@@ -212,7 +212,7 @@ def test_results_of_other_settings_have_another_name(checkpoints):
         return _name(ThoughtbubblesLM(checkpoints[kind], **options), tasks or ("piqa",), None, limit=limit)
 
     every = [name("causal"), name("causal", limit=2), name("plain"), name("causal", "piqa", "x")]
-    every += [name("causal", budget=1.5), name("causal", dtype="float64"), name("causal", method="recomputed")]
+    every += [name("causal", budget=1.5), name("causal", dtype="float64"), name("causal", method="uncached")]
     assert len(set(every)) == len(every)
     assert every[1].startswith("harness-piqa-limit2-")
     assert name("causal", budget="3/2") == name("causal", budget="1.50") == every[4]

@@ -229,7 +229,7 @@ def block(head: int) -> Found:
     return {name: error(ours[name], exact) for name, exact in plain.items()}
 
 
-def recomputed() -> Found:
+def checkpointed() -> Found:
     """A block under activation checkpointing has the bits of one that keeps everything."""
     heads = Heads(21, 16)
     module, x = Block(32, 2), torch.randn(2, 21, 32)
@@ -306,7 +306,7 @@ def compiled_ahead() -> Found:
     """What is compiled in the background when a run starts is what a step of it launches."""
     from thoughtbubbles.model.config import ModelConfig
     from thoughtbubbles.model.transformer import Thoughtbubbles
-    from thoughtbubbles.train.ahead import run_two_blocks
+    from thoughtbubbles.train.kernel_warmup import run_two_blocks
 
     names = {
         norm: ("_add_norm", "_add_norm_backward"),
@@ -366,7 +366,7 @@ def quick() -> dict[str, Callable[[], Found]]:
         "unused slots": unused_slots,
         "poisoned neighbour": poisoned_neighbour,
         "block": lambda: block(16),
-        "recomputed": recomputed,
+        "checkpointed": checkpointed,
         "gelu": lambda: gelus(5, 7, 21),
         "gelu everywhere": gelu_everywhere,
         **norm_probe.quick(),

@@ -18,7 +18,7 @@ from thoughtbubbles.model.attention import fused_attention, reference_attention
 from thoughtbubbles.model.block import Block
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
-from thoughtbubbles.train.precision import Products
+from thoughtbubbles.train.precision import MixedPrecision
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -177,7 +177,7 @@ def test_a_block_on_our_kernels(streams, head, with_copies):
     heads = random_heads(streams, head, n_head=4)
     block, x = Block(4 * head, 4).cuda(), torch.randn(2, streams, 4 * head, device="cuda")
     exact = module_results(block.double(), x.double(), heads.layout(heads.log_score.double()), "reference")
-    products = Products(block.float(), "bf16", device="cuda", is_sharded=not with_copies)
+    products = MixedPrecision(block.float(), "bf16", device="cuda", is_sharded=not with_copies)
     with products():
         assert block.attention.has_kernel(x)
         ours = module_results(block, x, heads.layout(heads.log_score), "fused")
@@ -193,11 +193,11 @@ def training_model(**changes) -> tuple[Thoughtbubbles, torch.Tensor]:
     return Thoughtbubbles(config).cuda(), torch.randint(1024, (4, 512), device="cuda")
 
 
-def products_of(model: Thoughtbubbles, with_copies: bool) -> Products:
-    return Products(model, "bf16", device="cuda", is_sharded=not with_copies)
+def products_of(model: Thoughtbubbles, with_copies: bool) -> MixedPrecision:
+    return MixedPrecision(model, "bf16", device="cuda", is_sharded=not with_copies)
 
 
-def step(model: Thoughtbubbles, ids: torch.Tensor, products: Products) -> list[torch.Tensor]:
+def step(model: Thoughtbubbles, ids: torch.Tensor, products: MixedPrecision) -> list[torch.Tensor]:
     model.zero_grad()
     with products():
         loss = model(ids, targets=ids.roll(-1, 1)).loss

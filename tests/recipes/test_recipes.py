@@ -102,7 +102,7 @@ def test_flops_as_counted_everywhere():
 def test_a_dry_run_has_rows_for_every_rank(ranks, monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     small = reduced(recipe("tiny"), tmp_path)
-    assert small.rows % (ranks * small.compute.micro_rows) == 0
+    assert small.rows % (ranks * small.compute.micro_batch_size) == 0
     assert small.steps == 1
 
 

@@ -20,7 +20,7 @@ def run(folder: Path, **changes: object) -> None:
 
 
 def float64(folder: Path) -> None:
-    run(folder, steps=20, compute_precision="float64", compute_micro_rows=2, save_every=5, save_keep=9)
+    run(folder, steps=20, compute_precision="float64", compute_micro_batch_size=2, save_every=5, save_keep=9)
 
 
 def float32(folder: Path) -> None:
@@ -28,11 +28,11 @@ def float32(folder: Path) -> None:
 
 
 def bf16(folder: Path) -> None:
-    run(folder, steps=4, compute_precision="bf16", compute_micro_rows=2)
+    run(folder, steps=4, compute_precision="bf16", compute_micro_batch_size=2)
 
 
 def muon(folder: Path) -> None:
-    run(folder, steps=6, compute_precision="float64", compute_micro_rows=2, optim_kind="muon")
+    run(folder, steps=6, compute_precision="float64", compute_micro_batch_size=2, optim_kind="muon")
 
 
 def masked(folder: Path) -> None:
@@ -40,8 +40,8 @@ def masked(folder: Path) -> None:
     run(folder, steps=4, compute_precision="float64", data_mixture=(str(folder / "examples"),), eval_sample_tokens=0)
 
 
-def recomputed(folder: Path) -> None:
-    run(folder, steps=4, compute_precision="float64", compute_recompute=True)
+def checkpointed(folder: Path) -> None:
+    run(folder, steps=4, compute_precision="float64", compute_activation_checkpointing=True)
 
 
 def compiled(folder: Path) -> None:
@@ -102,12 +102,14 @@ def kernels(folder: Path) -> None:
     config = small_config(n_head=2, width=32)  # heads of 16, which the kernels take
     assert lively_model(config).blocks[0].attention.has_kernel(torch.zeros(1, dtype=torch.bfloat16))
 
-    def gradients(world: parallel.World, *, recompute: bool) -> dict[str, torch.Tensor]:
+    def gradients(world: parallel.World, *, activation_checkpointing: bool) -> dict[str, torch.Tensor]:
         model = lively_model(config, dtype=torch.float32)
         with torch.no_grad():  # the same weights in bfloat16, in which sharded ones travel
             for parameter in model.blocks.parameters():
                 parameter.copy_(parameter.bfloat16())
-        parallel.parallelize(model, world, ComputeConfig(precision="bf16", recompute=recompute))
+        parallel.parallelize(
+            model, world, ComputeConfig(precision="bf16", activation_checkpointing=activation_checkpointing)
+        )
         ids = random_ids(config, 2, 12)[world.rank :: world.size]
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(ids, targets=ids.roll(-1, 1)).loss / world.size
@@ -115,9 +117,9 @@ def kernels(folder: Path) -> None:
         return {name: parallel.whole(parameter.grad).float() for name, parameter in model.named_parameters()}
 
     with parallel.join("cpu") as world:
-        for recompute in (False, True):
-            found = gradients(world, recompute=recompute)
-            expected = gradients(parallel.World(torch.device("cpu")), recompute=recompute)
+        for activation_checkpointing in (False, True):
+            found = gradients(world, activation_checkpointing=activation_checkpointing)
+            expected = gradients(parallel.World(torch.device("cpu")), activation_checkpointing=activation_checkpointing)
             errors = {name: error(found[name], expected[name]) for name in expected}
             assert max(errors.values()) < BFLOAT16_GRADIENT, errors
 

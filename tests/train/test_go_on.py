@@ -108,7 +108,7 @@ def test_what_cannot_go_on(once, words, message):
         ({"optim": {"clip": 10**400}}, r"--optim.clip .*: give a number"),
         ({"log": {"peak_tflops": 10**400}}, r"--log.peak-tflops .*: give a number"),
         ({"optim": {"schedule": ["cosine"]}}, "--optim.schedule .*: give one of cosine, wsd, constant"),
-        ({"compute": {"micro_rows": False}}, "--compute.micro-rows False"),
+        ({"compute": {"micro_batch_size": False}}, "--compute.micro-batch-size False"),
         ({"log": {"every": 10**16}}, "--log.every"),
         ({"model": {"n_layer": 2, "n_head": 2}}, r"run\.json: model.width is missing"),
         ({"model": {"n_layer": True, "n_head": 2, "width": 8}}, "n_layer = True"),

@@ -22,10 +22,10 @@ from thoughtbubbles.data.tokenizer import Bytes
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.recipes import recipe
-from thoughtbubbles.train.check import check_run
+from thoughtbubbles.train.dry_run import check_run
+from thoughtbubbles.train.initialize import build_model, own_folder
 from thoughtbubbles.train.loop import Trainer, train
 from thoughtbubbles.train.parallel import World
-from thoughtbubbles.train.start import build_model, own_folder
 from thoughtbubbles.train.state import checkpoint_damage
 from train.runs import assert_same_bits, losses, metrics, small_corpus, small_run, uneven_examples
 from train.write_golden import golden, golden_run
@@ -96,7 +96,7 @@ def test_milestones_outlive_the_last_k(tmp_path):
 def test_accumulation_is_one_batch(tmp_path):
     """Gradients of micro-batches add up to those of the whole: one mean, whatever the parts."""
     for micro in (8, 2, 1):
-        train(small_run(tmp_path / str(micro), steps=3, compute_precision="float64", compute_micro_rows=micro))
+        train(small_run(tmp_path / str(micro), steps=3, compute_precision="float64", compute_micro_batch_size=micro))
     for micro in (2, 1):
         torch.testing.assert_close(
             torch.tensor(losses(tmp_path / str(micro))),
@@ -106,11 +106,11 @@ def test_accumulation_is_one_batch(tmp_path):
         )
 
 
-def test_recomputation_changes_nothing(tmp_path):
+def test_activation_checkpointing_changes_nothing(tmp_path):
     train(small_run(tmp_path / "kept", steps=3))
-    train(small_run(tmp_path / "recomputed", steps=3, compute_recompute=True))
-    assert losses(tmp_path / "kept") == losses(tmp_path / "recomputed")
-    assert_same_bits(tmp_path / "kept" / "step-00000003", tmp_path / "recomputed" / "step-00000003")
+    train(small_run(tmp_path / "checkpointed", steps=3, compute_activation_checkpointing=True))
+    assert losses(tmp_path / "kept") == losses(tmp_path / "checkpointed")
+    assert_same_bits(tmp_path / "kept" / "step-00000003", tmp_path / "checkpointed" / "step-00000003")
 
 
 def test_bf16_learns(tmp_path):
@@ -272,7 +272,7 @@ def test_padded_examples_weigh_by_their_targets(tmp_path):
     """Micro-batches of very different numbers of targets: their gradients are shares of one mean."""
     folder = uneven_examples(tmp_path / "examples")
     for micro in (8, 1):
-        options = {"compute_precision": "float64", "compute_micro_rows": micro, "data_mixture": (str(folder),)}
+        options = {"compute_precision": "float64", "compute_micro_batch_size": micro, "data_mixture": (str(folder),)}
         train(small_run(tmp_path / str(micro), steps=3, **options))
     ours, theirs = (metrics(tmp_path / str(micro)) for micro in (8, 1))
     assert len({line["targets"] for line in ours if "targets" in line}) > 1
@@ -339,7 +339,7 @@ def test_tiny_is_a_size_with_room_for_bytes():
 def test_launching_a_step_does_not_wait_for_the_device(form, tmp_path):
     """The host queues steps, whether logged or not, and the next batches, without a look at anything on the device."""
     model = replace(recipe(form).model, n_layer=4, width=32, block_size=32)
-    trainer = Trainer(small_run(tmp_path / "run", model=model, compute_micro_rows=4), World(torch.device("cuda")))
+    trainer = Trainer(small_run(tmp_path / "run", model=model, compute_micro_batch_size=4), World(torch.device("cuda")))
     trainer.read(trainer.launch())  # compiles
     for trainer.done in (1, 2):
         with no_waiting_for_the_gpu():

@@ -101,7 +101,7 @@ def test_the_mean_is_over_the_targets_of_all_ranks(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("check", "steps"), [("recomputed", 4), ("compiled", 2)])
+@pytest.mark.parametrize(("check", "steps"), [("checkpointed", 4), ("compiled", 2)])
 def test_options_on_two_ranks(tmp_path, check, steps):
     on_ranks(0, check, tmp_path, "one")
     on_ranks(2, check, tmp_path, "two")

@@ -8,14 +8,14 @@ from thoughtbubbles.model.linear import Linear
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import OptimConfig
 from thoughtbubbles.train.optim import Optimizer
-from thoughtbubbles.train.precision import Products
+from thoughtbubbles.train.precision import MixedPrecision
 
 
-def make(precision: str = "bf16", **options) -> tuple[Thoughtbubbles, Products, list[Linear]]:
+def make(precision: str = "bf16", **options) -> tuple[Thoughtbubbles, MixedPrecision, list[Linear]]:
     model = Thoughtbubbles(named("nano"))
     linears = [m for m in model.modules() if isinstance(m, Linear)]
     assert len(linears) == 4 * model.config.n_layer, "qkv, out, up, down"
-    return model, Products(model, precision, device="cpu", **options), linears
+    return model, MixedPrecision(model, precision, device="cpu", **options), linears
 
 
 def ids_for(model: Thoughtbubbles) -> torch.Tensor:
@@ -26,17 +26,17 @@ def loss_of(model: Thoughtbubbles, ids: torch.Tensor) -> torch.Tensor:
     return model(ids, targets=ids.roll(-1, 1)).loss
 
 
-def inside(products: Products, linears: list[Linear]) -> list[torch.Tensor | None]:
+def inside(products: MixedPrecision, linears: list[Linear]) -> list[torch.Tensor | None]:
     """The copies as a forward finds them."""
     with products():
         return [linear.bf16_copy for linear in linears]
 
 
-def times_written(products: Products, linears: list[Linear]) -> list[int]:
+def times_written(products: MixedPrecision, linears: list[Linear]) -> list[int]:
     return [copy._version for copy in inside(products, linears)]
 
 
-def assert_fresh(products: Products, linears: list[Linear]) -> None:
+def assert_fresh(products: MixedPrecision, linears: list[Linear]) -> None:
     for copy, linear in zip(inside(products, linears), linears, strict=True):
         assert copy.dtype == torch.bfloat16
         assert torch.equal(copy, linear.weight.bfloat16())

@@ -130,6 +130,6 @@ def test_what_may_change_between_start_and_resume(tmp_path):
     whole = train(small_run(tmp_path / "run", steps=4))
     before = losses(tmp_path / "run")
     shutil.rmtree(whole.checkpoint)
-    changed = small_run(tmp_path / "run", steps=4, log_every=1, save_keep=1, compute_micro_rows=2)
+    changed = small_run(tmp_path / "run", steps=4, log_every=1, save_keep=1, compute_micro_batch_size=2)
     assert train(changed, resume=True).finished
     assert losses(tmp_path / "run") == pytest.approx(before, abs=SAME_FUNCTION_FLOAT32)

@@ -29,7 +29,7 @@ from train.runs import small_run
         ({"log_peak_tflops": float("inf")}, "--log.peak-tflops"),
         ({"optim_clip": float("inf")}, "--optim.clip"),
         ({"optim_weight_decay": float("nan")}, "--optim.weight-decay"),
-        ({"compute_micro_rows": True}, "--compute.micro-rows True"),
+        ({"compute_micro_batch_size": True}, "--compute.micro-batch-size True"),
         ({"optim_lr": -1.0}, "--optim.lr"),
         ({"optim_lr": float("nan")}, "--optim.lr"),
         ({"optim_warmup": 2.0}, "--optim.warmup"),
@@ -39,7 +39,7 @@ from train.runs import small_run
         ({"save_milestones": (1.5,)}, "--save.milestones"),
         ({"eval_tokens": 3}, "--eval.tokens"),
         ({"log_every": 0}, "--log.every"),
-        ({"compute_micro_rows": 3}, "--compute.micro-rows 3: give a divisor of the 8 rows"),
+        ({"compute_micro_batch_size": 3}, "--compute.micro-batch-size 3: give a divisor of the 8 rows"),
         ({"data_mixture": ()}, "--data.mixture"),
         ({"data_mixture": ("a=b",)}, "PATH=WEIGHT"),
     ],
@@ -147,7 +147,7 @@ def test_optimizer_state_survives(kind):
 def test_differences_ignore_where_a_run_happens(tmp_path):
     base = small_run(tmp_path / "a")
     moved = replace(
-        small_run(tmp_path / "b", log_every=7, device="cpu", profile=True, compute_micro_rows=1), name="other"
+        small_run(tmp_path / "b", log_every=7, device="cpu", profile=True, compute_micro_batch_size=1), name="other"
     )
     assert differences(base.as_dict(), moved.as_dict()) == []
     other = small_run(tmp_path / "a", optim_lr=1.0, seed=3)

@@ -78,7 +78,7 @@ def test_real_text(tmp_path):
         data=replace(base.data, mixture=(str(tmp_path / "val"),)),
         tokens=6 * 8 * 64,
         tokens_per_step=8 * 64,
-        compute=replace(base.compute, micro_rows=4),
+        compute=replace(base.compute, micro_batch_size=4),
         optim=replace(base.optim, lr=1e-2, warmup=0.2),
         eval=replace(base.eval, tokens=1024, sample_tokens=4),
     )

@@ -75,21 +75,23 @@ class SourceFacts(NamedTuple):
     n_excluded: int  # examples without any target that counts
 
 
-def micro_steps(rows: int, *, micro_rows: int, world: int) -> int:
+def micro_steps(rows: int, *, micro_batch_size: int, world: int) -> int:
     """In how many parts every one of `world` ranks does a global batch."""
-    if min(rows, micro_rows, world) < 1 or rows % (micro_rows * world):
+    if min(rows, micro_batch_size, world) < 1 or rows % (micro_batch_size * world):
         raise ValueError(
-            f"rows = {rows} is not a multiple of micro_rows · ranks = {micro_rows} · {world}: "
-            "change the rows of the global batch or micro_rows"
+            f"rows = {rows} is not a multiple of micro_batch_size · ranks = {micro_batch_size} · {world}: "
+            "change the rows of the global batch or micro_batch_size"
         )
-    return rows // (micro_rows * world)
+    return rows // (micro_batch_size * world)
 
 
-def rows_of_rank(rows: int, *, micro_rows: int, micro_step: int, rank: int, world: int) -> tuple[int, int]:
+def rows_of_rank(rows: int, *, micro_batch_size: int, micro_step: int, rank: int, world: int) -> tuple[int, int]:
     """`first` and `count` for `Loader.batch`. Over ranks and micro-steps they make up the global batch."""
     assert 0 <= rank < world, f"rank {rank} of {world}"
-    assert 0 <= micro_step < micro_steps(rows, micro_rows=micro_rows, world=world), f"micro-step {micro_step}"
-    return (micro_step * world + rank) * micro_rows, micro_rows
+    assert 0 <= micro_step < micro_steps(rows, micro_batch_size=micro_batch_size, world=world), (
+        f"micro-step {micro_step}"
+    )
+    return (micro_step * world + rank) * micro_batch_size, micro_batch_size
 
 
 class _Items:

@@ -4,7 +4,7 @@
                       of earlier ones survive, so a little of the future is in every prediction
     through the cache token by token under the causal rule: exact for causal selection, plain models and copy-N, where
                       it gives the blockwise numbers again; for block selection an approximation
-    by recomputation  every prefix is read anew, under the rule of the model: exact for block selection, with a cap of
+    without cache     every prefix is read again, under the rule of the model: exact for block selection, with a cap of
                       ceil(r·t) streams for a prefix of t tokens (proportional) or that of a full block (fixed)
 
 A window is ids x_0 … x_{T−1} with targets x_1 … x_T: token t predicts target t from x_0 … x_t, and every target counts
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from thoughtbubbles.generate.decode import Prediction, decode_step, prefill, recompute
+from thoughtbubbles.generate.decode import Prediction, decode_step, predict_uncached, prefill
 from thoughtbubbles.model import inputs
 from thoughtbubbles.model.budget import BudgetLike
 from thoughtbubbles.model.config import BudgetMode, ModelConfig
@@ -204,7 +204,7 @@ def through_cache(
     return _score(model, windows, steps, batch=batch, report=report)
 
 
-def by_recomputation(
+def without_cache(
     model: Thoughtbubbles,
     windows: Windows,
     *,
@@ -225,7 +225,7 @@ def by_recomputation(
             rows = part.counted[:, t]
             if not bool(rows.any()):
                 continue
-            prediction = recompute(model, part.ids[rows, : t + 1], budget=budget, budget_mode=budget_mode)
+            prediction = predict_uncached(model, part.ids[rows, : t + 1], budget=budget, budget_mode=budget_mode)
             share = (t + 1) * (t + 2) / (n_tokens * (n_tokens + 1))
             yield _step(part, t, prediction, rows, vocab_size, share=share)
 

@@ -2,7 +2,7 @@
 
 Which ways there are follows from the model:
 
-    block selection    blockwise · autoregressive with the proportional and with the fixed budget, by recomputation ·
+    block selection    blockwise · autoregressive with the proportional and with the fixed budget, without a cache ·
                        through the cache with the causal rule, an approximation whose difference is measured
     causal selection   blockwise · autoregressive through the cache, which is exact; a fixed budget does not exist
     plain, copy-N      blockwise · autoregressive through the cache
@@ -22,9 +22,9 @@ from thoughtbubbles.evals.autoregressive import (
     Scores,
     Windows,
     blockwise,
-    by_recomputation,
     compare,
     through_cache,
+    without_cache,
 )
 from thoughtbubbles.generate.requests import exact_method
 from thoughtbubbles.model.budget import BudgetLike
@@ -45,11 +45,11 @@ def ways_of(config: ModelConfig, *, vocab_size: int) -> dict[str, Way]:
     if exact_method(config) == "cached":
         budget = ", proportional budget" if config.fork_layers else ""
         return {**ways, "autoregressive": Way(f"autoregressive{budget}", cached)}
-    recomputed = partial(by_recomputation, vocab_size=vocab_size)
+    uncached = partial(without_cache, vocab_size=vocab_size)
     return {
         **ways,
-        "autoregressive": Way("autoregressive, proportional budget", recomputed),
-        "fixed": Way("autoregressive, fixed budget", partial(recomputed, budget_mode="fixed")),
+        "autoregressive": Way("autoregressive, proportional budget", uncached),
+        "fixed": Way("autoregressive, fixed budget", partial(uncached, budget_mode="fixed")),
         "cached": Way("approximation: cache, causal rule", cached),
     }
 
@@ -105,7 +105,7 @@ def describe(config: ModelConfig, scores: dict[str, Scores], *, vocab_size: int,
         "ways": {name: {"title": ways[name].title, **_numbers(each, n_bytes)} for name, each in scores.items()},
         "differences": {name: difference._asdict() for name, difference in differences(scores).items()},
         "bytes": n_bytes,
-        "missing": {} if exact_method(config) == "recomputed" or not config.fork_layers else {"fixed": NO_FIXED},
+        "missing": {} if exact_method(config) == "uncached" or not config.fork_layers else {"fixed": NO_FIXED},
     }
 
 

@@ -127,7 +127,7 @@ def _model(folder: Path, settings: Evaluation, device: torch.device) -> Thoughtb
     for budget in settings.budget:
         if wrong := budget_problem(model.config, budget):
             raise ValueError(f"--{wrong}")
-    if settings.compile and (settings.method or exact_method(model.config)) == "recomputed":
+    if settings.compile and (settings.method or exact_method(model.config)) == "uncached":
         raise ValueError("--compile: only the cache can be compiled; add --method cached, or leave it out")
     return model.eval()
 

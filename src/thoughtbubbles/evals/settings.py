@@ -62,9 +62,9 @@ class Evaluation:
     """For exams: tokens of a batch, padding included; by default 65,536 on cuda, 8,192 on mps, 4,096 on cpu."""
     answers_at_once: int = 32
     """For gsm8k: answers written at a time."""
-    method: Literal["cached", "recomputed"] | None = None
+    method: Literal["cached", "uncached"] | None = None
     """For gsm8k: how a new token sees those before it; by default whichever is exact for the model. With block
-    selection that is recomputed, which is slow; cached then approximates."""
+    selection that is uncached, which is slow; cached then approximates."""
     compile: bool = False
     """For gsm8k, on cuda: steps as graphs of compiled kernels, many times faster after twenty seconds."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"

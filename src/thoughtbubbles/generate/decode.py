@@ -43,7 +43,7 @@ class Prediction(NamedTuple):
 
 
 @torch.no_grad()
-def recompute(
+def predict_uncached(
     model: Thoughtbubbles,
     ids: Int[Tensor, "B T"],
     *,

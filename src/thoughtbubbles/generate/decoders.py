@@ -1,4 +1,4 @@
-"""Ways to read tokens: through the cache, by recomputation, or through the cache with steps as CUDA graphs."""
+"""Ways to read tokens: through the KV cache, without one, or through the cache with steps as CUDA graphs."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thoughtbubbles.generate.cache import Cache, cache_memory, new_cache
-from thoughtbubbles.generate.decode import Prediction, decode_step, prefill, recompute
+from thoughtbubbles.generate.decode import Prediction, decode_step, predict_uncached, prefill
 from thoughtbubbles.generate.graph import GraphStep
 from thoughtbubbles.model.budget import Budget, Number
 from thoughtbubbles.model.config import BudgetMode
@@ -61,7 +61,7 @@ class Cached:
         self.cache = self.cache.reorder(rows)
 
 
-class Recomputed:
+class Uncached:
     def __init__(self, model: Thoughtbubbles, *, budget_mode: BudgetMode | None):
         self.model, self.budget_mode = model, budget_mode
 
@@ -83,7 +83,9 @@ class Recomputed:
         self.budgets = [self.budgets[row] for row in rows.tolist()]
 
     def _read(self) -> Prediction:
-        return recompute(self.model, self.ids, lengths=self.lengths, budget=self.budgets, budget_mode=self.budget_mode)
+        return predict_uncached(
+            self.model, self.ids, lengths=self.lengths, budget=self.budgets, budget_mode=self.budget_mode
+        )
 
 
 class Graphed:

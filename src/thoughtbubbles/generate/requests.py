@@ -3,7 +3,7 @@
     check each request → prefill the batch → [pick a token a row → hand it out → drop finished rows → step] …
 
 A row's text depends on its own request alone. How tokens are read is a `Decoder`'s business: through the cache (exact
-for causal selection), or by recomputing all of every row (exact for any rule, and slow).
+for causal selection), or without a cache by reading all of every row again (exact for any rule, and slow).
 """
 
 import math
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.generate.decode import Prediction
-from thoughtbubbles.generate.decoders import Cached, Decoder, Graphed, Recomputed
+from thoughtbubbles.generate.decoders import Cached, Decoder, Graphed, Uncached
 from thoughtbubbles.generate.sample import Picked, Rows, Sampling, pick, uniform
 from thoughtbubbles.generate.text import TextStream
 from thoughtbubbles.model.budget import Budget, Number, brief
@@ -25,7 +25,7 @@ from thoughtbubbles.model.config import BudgetMode, ModelConfig, is_whole
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 Finish = Literal["stop", "end", "length", "error"]
-Method = Literal["cached", "recomputed"]
+Method = Literal["cached", "uncached"]
 DRAWS_AT_ONCE = 64
 
 
@@ -95,9 +95,9 @@ def generate(
 ) -> list[Completion]:
     """One completion for each request.
 
-    method       "cached" or "recomputed"; by default whichever is exact: cached for models with causal selection (and
-                 without forks), recomputed for block selection, where the cache with the causal rule approximates
-    budget_mode  "proportional" or "fixed" in place of the config's; fixed needs block selection and "recomputed"
+    method       "cached" or "uncached"; by default whichever is exact: cached for models with causal selection (and
+                 without forks), uncached for block selection, where the cache with the causal rule approximates
+    budget_mode  "proportional" or "fixed" in place of the config's; fixed needs block selection and "uncached"
     batch_size   requests at a time; those of like lengths go together
     on_error     what a bad request does. "raise": a ValueError before any work. "return": its completion has the
                  `error`, and all others are as they would be without it
@@ -148,7 +148,7 @@ def stream(
 
 def exact_method(config: ModelConfig) -> Method:
     """Block selection revises its decisions, which no cache can follow."""
-    return "cached" if config.is_causal else "recomputed"
+    return "cached" if config.is_causal else "uncached"
 
 
 def _problems(config: ModelConfig, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[str | None]:
@@ -293,10 +293,10 @@ def _decoder(
             raise ValueError(f"{name} = {brief(value)}: choose one of {get_args(kind)}")
     if not isinstance(compiled, bool):
         raise ValueError(f"compiled = {brief(compiled)}: give True or False")
-    if (method or exact_method(config)) == "recomputed":
+    if (method or exact_method(config)) == "uncached":
         if compiled:
             raise ValueError("compiling needs the cache: without it every prefix would be a new shape to compile for")
-        return Recomputed(model, budget_mode=budget_mode)
+        return Uncached(model, budget_mode=budget_mode)
     if config.fork_layers and (budget_mode or config.budget_mode) == "fixed" and config.selection == "causal":
         raise ValueError(
             "a fixed budget looks at the whole block, so it goes with models of block selection only: "
@@ -304,7 +304,7 @@ def _decoder(
         )
     if config.fork_layers and (budget_mode or config.budget_mode) == "fixed":
         raise ValueError(
-            "a fixed budget looks at the whole block, so no cache can follow it: use the method 'recomputed' with "
+            "a fixed budget looks at the whole block, so no cache can follow it: use the method 'uncached' with "
             "block selection, or the budget mode 'proportional'"
         )
     capacity = max(len(row.prompt) + row.max_new for row in all_rows)

@@ -50,7 +50,7 @@ def run_harness(
     limit      documents of each task, the first ones; all by default
     batch_tokens
                tokens at a time, padding included; None: what suits the device
-    method     how texts are written: cached or recomputed; None: whichever is exact for the model
+    method     how texts are written: cached or uncached; None: whichever is exact for the model
     compile    on cuda: texts are written in steps as graphs
     out        where results.json goes; by default a folder of its own beside those of `thoughtbubbles eval`
     cache_dir  where definitions on local files go; ~/.cache/thoughtbubbles/harness by default

@@ -25,10 +25,10 @@ from thoughtbubbles.interop.hf_refusals import (
     of_columns,
     refuse,
     refuse_caching,
+    refuse_checkpointing,
     refuse_kinds,
     refuse_labels_behind_padding,
     refuse_parts,
-    refuse_recomputation,
     refuse_too_long,
 )
 from thoughtbubbles.model.budget import Budget, BudgetLike
@@ -108,7 +108,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         """Blocks are computed again in the backward, for less memory."""
         if wrong := {name: value for name, value in others.items() if value not in (1, False, None)}:
             raise ValueError(f"{wrong}: every block is computed again, on its own device; leave this out")
-        refuse_recomputation(gradient_checkpointing_kwargs or {})
+        refuse_checkpointing(gradient_checkpointing_kwargs or {})
         options = {"preserve_rng_state": False, **(gradient_checkpointing_kwargs or {}), "use_reentrant": False}
         self.gradient_checkpointing_disable()
         for block in self.blocks:

@@ -93,7 +93,7 @@ def is_columns(wanted: Any, n_columns: int) -> bool:
     return is_hidden or all(-n_columns <= column < n_columns for column in wanted.tolist())
 
 
-def refuse_recomputation(options: Mapping[str, Any]) -> None:
+def refuse_checkpointing(options: Mapping[str, Any]) -> None:
     """Of `gradient_checkpointing_kwargs`: what torch's checkpoint takes, but for one form that loses gradients."""
     for name, value in options.items():
         if name not in CHECKPOINT_OPTIONS:

@@ -67,7 +67,7 @@ class ThoughtbubblesLM(TemplateLM):
                       written, the weights too)
         device        auto: cuda where there is one, else cpu
         batch_tokens  tokens at a time, padding included; None: what suits the device
-        method        how texts are written, "cached" or "recomputed"; None: whichever is exact for the model
+        method        how texts are written, "cached" or "uncached"; None: whichever is exact for the model
         compile       on cuda: texts are written in steps as graphs of compiled kernels
         batch_size, max_batch_size
                       of the harness; not used, since rows differ too much in length for one number

@@ -300,11 +300,11 @@ def _keep_inputs(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.save_for_backward(hidden, weight, target)
 
 
-def _recompute(ctx, upstream):  # type: ignore[no-untyped-def]
+def _row_log_prob_pull_back(ctx, upstream):  # type: ignore[no-untyped-def]
     return *row_gradients(upstream, *ctx.saved_tensors, ctx.dtype), None, None
 
 
 row_gradients = ops.register("row_log_prob_backward", _row_log_prob_backward, shapes=_row_gradients_shapes)
 row_log_prob = ops.register(
-    "row_log_prob", _row_log_prob, shapes=_row_log_prob_shapes, backward=_recompute, save=_keep_inputs
+    "row_log_prob", _row_log_prob, shapes=_row_log_prob_shapes, backward=_row_log_prob_pull_back, save=_keep_inputs
 )

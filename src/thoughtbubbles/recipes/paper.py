@@ -53,7 +53,7 @@ def suite(name: str, size: str, form: str, corpus: str, changes: dict[str, Any] 
         tokens_per_step=64 * 512,
         data=DataConfig(mixture=(f"data/{CORPORA[corpus][0]}",)),
         optim=OptimConfig(lr=2.5e-4, warmup=0.01, schedule="cosine", floor=0.1),
-        compute=ComputeConfig(micro_rows=SUITE[size]),
+        compute=ComputeConfig(micro_batch_size=SUITE[size]),
     )
 
 
@@ -66,7 +66,7 @@ def scale_up(name: str, form: str) -> RunConfig:
         tokens_per_step=480 * 512,
         data=DataConfig(mixture=PRETRAINING),
         optim=OptimConfig(lr=2.5e-4, warmup=0.1, schedule="constant"),
-        compute=ComputeConfig(micro_rows=4),
+        compute=ComputeConfig(micro_batch_size=4),
         save=SaveConfig(every=1000, milestones=(0.5,)),
     )
 

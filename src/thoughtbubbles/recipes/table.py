@@ -13,8 +13,8 @@ from rich.table import Table
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.cost import Cost, cost
 from thoughtbubbles.recipes import RECIPES
-from thoughtbubbles.train.check import check_run
 from thoughtbubbles.train.config import ComputeConfig, DataConfig, EvalConfig, LogConfig, RunConfig, SaveConfig
+from thoughtbubbles.train.dry_run import check_run
 from thoughtbubbles.train.loop import Result, train
 
 
@@ -56,8 +56,8 @@ def reduced(config: RunConfig, out: Path) -> RunConfig:
         compute=ComputeConfig(
             precision=config.compute.precision,
             compile=False,
-            recompute=config.compute.recompute,
-            micro_rows=1,
+            activation_checkpointing=config.compute.activation_checkpointing,
+            micro_batch_size=1,
         ),
         save=SaveConfig(milestones=config.save.milestones),
         eval=EvalConfig(tokens=256, sample_tokens=0),

@@ -33,7 +33,7 @@ def small_gpt2() -> RunConfig:
         tokens_per_step=16 * 256,
         data=DataConfig(mixture=("data/mine",)),
         optim=OptimConfig(lr=2e-3, warmup=0.05),
-        compute=ComputeConfig(micro_rows=4),
+        compute=ComputeConfig(micro_batch_size=4),
         save=SaveConfig(every=100),
         eval=EvalConfig(every=100, tokens=1 << 15),
     )

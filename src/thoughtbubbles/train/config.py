@@ -84,9 +84,9 @@ class ComputeConfig:
     of our own kernels. By default on CUDA only."""
     graph: bool | None = None
     """Replay forward and backward as one CUDA graph. By default on CUDA, where torchrun has not started the run."""
-    recompute: bool = False
+    activation_checkpointing: bool = False
     """Activation checkpointing: blocks are computed again in the backward, for less memory."""
-    micro_rows: int | None = None
+    micro_batch_size: int | None = None
     """Rows of one forward on one device; gradients add up over the rest. All of a device's rows by default."""
 
 
@@ -184,10 +184,10 @@ class RunConfig:
         _require(is_temperature(heat), "eval.temperature", heat, "give 0 (greedy), or from 0.001 to a million")
         peak = self.log.peak_tflops
         _require(peak is None or 0 < peak < math.inf, "log.peak_tflops", peak, "give a positive number")
-        micro = self.compute.micro_rows
+        micro = self.compute.micro_batch_size
         _require(
             micro is None or (micro >= 1 and self.rows % micro == 0),
-            "compute.micro_rows",
+            "compute.micro_batch_size",
             micro,
             f"give a divisor of the {self.rows} rows of a step",
         )
@@ -246,7 +246,6 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for name in (f.name for f in fields(RunConfig) if f.name not in MAY_CHANGE):
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
-            old = SINCE.get(name, {}) | old
             found += [
                 f"{name}.{key} was {old.get(key)!r}, is {new.get(key)!r}"
                 for key in sorted(old.keys() | new.keys())
@@ -257,14 +256,11 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return found
 
 
-# What runs did before they had a choice.
-SINCE = {"compute": {"residual": "float32"}}
-
 # Where a run happens, what is logged, kept and evaluated; nothing that the weights depend on.
 MAY_CHANGE = {
     *("name", "out", "init_from", "save", "eval", "log", "profile", "optim.max_skipped"),
     "data",  # compared by content, see `RunData.fingerprints`
-    *("device", "compute.compile", "compute.graph", "compute.recompute", "compute.micro_rows"),
+    *("device", "compute.compile", "compute.graph", "compute.activation_checkpointing", "compute.micro_batch_size"),
 }
 
 

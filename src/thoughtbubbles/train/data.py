@@ -47,8 +47,8 @@ class RunData:
     def __init__(self, config: RunConfig, world: World, *, made_in: Path | None = None):
         """Opens and checks all of it; data that needs no preparation is made in the run's folder, or in `made_in`."""
         self.rows, self.world = config.rows, world
-        self.micro_rows = config.compute.micro_rows or max(1, config.rows // world.size)
-        self.n_micro = micro_steps(config.rows, micro_rows=self.micro_rows, world=world.size)
+        self.micro_batch_size = config.compute.micro_batch_size or max(1, config.rows // world.size)
+        self.n_micro = micro_steps(config.rows, micro_batch_size=self.micro_batch_size, world=world.size)
         home = made_in or config.folder
         sources = [_source(Source.parse(entry), home) for entry in config.data.mixture]
         verify = config.data.verify and world.is_first  # once is enough
@@ -60,7 +60,7 @@ class RunData:
         self.held_out = [
             HeldOut(
                 [source],
-                rows=self.micro_rows * world.size,
+                rows=self.micro_batch_size * world.size,
                 n_tokens=n_tokens,
                 max_tokens=config.eval.tokens,
                 split=split,
@@ -119,7 +119,11 @@ class RunData:
         """This rank's part of global batch n, one for each forward."""
         parts = (
             rows_of_rank(
-                self.rows, micro_rows=self.micro_rows, micro_step=index, rank=self.world.rank, world=self.world.size
+                self.rows,
+                micro_batch_size=self.micro_batch_size,
+                micro_step=index,
+                rank=self.world.rank,
+                world=self.world.size,
             )
             for index in range(self.n_micro)
         )
@@ -138,7 +142,7 @@ class RunData:
 
     def held_out_batches(self) -> Iterator[Batch]:
         """This rank's rows of every validation batch: all ranks go through equally many forwards."""
-        mine = slice(self.world.rank * self.micro_rows, (self.world.rank + 1) * self.micro_rows)
+        mine = slice(self.world.rank * self.micro_batch_size, (self.world.rank + 1) * self.micro_batch_size)
         for index, held_out in enumerate(self.held_out):
             for batch in held_out:
                 ids, targets, lengths, source = (array[mine] for array in batch)

@@ -91,10 +91,15 @@ def _words(hint: Any) -> str:
     return WORDS[hint]
 
 
+# Names that fields had in the first run folders.
+RENAMED = {"compute.micro_rows": "micro_batch_size", "compute.recompute": "activation_checkpointing"}
+
+
 def from_record(kind: type[Config], record: Any, *, where: str, prefix: str = "") -> Config:
     """A config from what JSON holds of it; what is left out has its default. `where` names the file in errors."""
     if not isinstance(record, dict):
         raise ValueError(f"{where}: {prefix.rstrip('.') or 'config'} is not an object: it is damaged")
+    record = {RENAMED.get(prefix + name, name): value for name, value in record.items()}
     hints = get_type_hints(kind)
     if unknown := sorted(record.keys() - hints.keys()):
         name = short_name(prefix + unknown[0])

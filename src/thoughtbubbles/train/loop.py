@@ -24,18 +24,18 @@ from torch import Tensor
 from thoughtbubbles import __version__
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.fork import ForkRecord
-from thoughtbubbles.train.ahead import compile_ahead
 from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.data import RunData, StepInputs
 from thoughtbubbles.train.forks import fork_statistics
+from thoughtbubbles.train.initialize import build_model, own_folder
+from thoughtbubbles.train.kernel_warmup import warm_up_kernels
 from thoughtbubbles.train.log import Log, Speed, peak_tflops
 from thoughtbubbles.train.optim import Optimizer, learning_rate, warmup_steps
 from thoughtbubbles.train.parallel import World, find_precision, join, parallelize, sync_gradients, uses_graph
-from thoughtbubbles.train.passes import Later, Micro, Passes
-from thoughtbubbles.train.precision import Products
+from thoughtbubbles.train.precision import MixedPrecision
 from thoughtbubbles.train.resume import describe, find_checkpoint, same_run, same_settings
-from thoughtbubbles.train.start import build_model, own_folder
 from thoughtbubbles.train.state import Checkpoints, SaveError, clean, folder_name, read_state, restore, set_aside
+from thoughtbubbles.train.step import AsyncScalars, ForwardBackward, MicroBatch
 from thoughtbubbles.train.validation import mix, samples, validation_losses
 from thoughtbubbles.train.watch import Watch
 
@@ -61,7 +61,7 @@ class Launched(NamedTuple):
     """A step that the device is working on."""
 
     step: int  # counted from 1
-    numbers: Later  # loss, gradient norm, real targets, and whether a rank was asked to stop
+    numbers: AsyncScalars  # loss, gradient norm, real targets, and whether a rank was asked to stop
     lr: float
     forks: tuple[ForkRecord, ...] | None  # of the last forward, if this step is logged
     lengths: Tensor
@@ -97,12 +97,14 @@ class Trainer:
             state = same_run(found, config, precision=self.precision, fingerprints=self.data.fingerprints)
             self.warmup = state.warmup_steps if state.warmup_steps is not None else self.warmup
 
-        join = compile_ahead(config.model, config.compute, world)
+        join = warm_up_kernels(config.model, config.compute, world)
         self.model = build_model(config if found is None else replace(config, init_from=None), self.log.say)
         self.model.to(world.device, torch.float64 if self.precision == "float64" else torch.float32)
         parallelize(self.model, world, config.compute)
-        self.products = Products(self.model, self.precision, device=world.device.type, is_sharded=world.is_distributed)
-        self.passes = Passes(self.model, self.products, graph=uses_graph(config.compute, world), join=join)
+        self.products = MixedPrecision(
+            self.model, self.precision, device=world.device.type, is_sharded=world.is_distributed
+        )
+        self.passes = ForwardBackward(self.model, self.products, graph=uses_graph(config.compute, world), join=join)
         self.optimizer = Optimizer(self.model, config.optim)
         self.checkpoints = Checkpoints(
             self.folder,
@@ -224,7 +226,7 @@ class Trainer:
         is_logged = config.logs_after(n + 1)
         for index, (ids, targets, lengths) in enumerate(inputs.micros):
             sync_gradients(self.model, index == last)
-            micro = Micro(ids, targets, lengths, shares[index])
+            micro = MicroBatch(ids, targets, lengths, shares[index])
             passed = self.passes(micro, is_first=index == 0, trace=is_logged and index == last)
             total = total + passed.loss
         loss, stop = self.world.total(torch.stack([total, torch.full_like(total, self._signal is not None)]))
@@ -232,7 +234,7 @@ class Trainer:
         norm = self.optimizer.step(lr, clip=config.optim.clip, loss=loss)
         self.passes.release()
         numbers = torch.stack([number.to(inputs.real.dtype) for number in (loss, norm, inputs.all_real, stop)])
-        later = Later(numbers)
+        later = AsyncScalars(numbers)
         self._ahead = self.data.inputs(n + 1) if n + 1 < config.steps else None
         return Launched(n + 1, later, lr, passed.forks if is_logged else None, lengths, ids.shape[1])
 
@@ -316,7 +318,7 @@ class Trainer:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.log.say(
             f"{config.name}: {parameters:,} parameters, {config.steps:,} steps of {config.tokens_per_step:,} tokens "
-            f"({config.rows} rows = {data.n_micro} × {data.micro_rows} × {world.size} "
+            f"({config.rows} rows = {data.n_micro} × {data.micro_batch_size} × {world.size} "
             f"rank{'s' * (world.size > 1)}), {world.device.type}, {self.precision}; writing to {self.folder}"
         )
         for line in [*data.describe(config.steps), *data.notes]:

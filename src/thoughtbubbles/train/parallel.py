@@ -122,7 +122,7 @@ def parallelize(model: Thoughtbubbles, world: World, compute: ComputeConfig) -> 
     device = world.device.type
     if compute.residual == "bf16":
         model.stream_dtype = torch.bfloat16
-    if compute.recompute:
+    if compute.activation_checkpointing:
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
     if device == "cuda" if compute.compile is None else compute.compile:

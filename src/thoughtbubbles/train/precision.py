@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thoughtbubbles.model.linear import Linear
 
 
-class Products:
+class MixedPrecision:
     """`with products():` around every forward; copies are renewed there when the weights have changed."""
 
     def __init__(self, model: nn.Module, precision: str, *, device: str, is_sharded: bool = False):
@@ -24,14 +24,14 @@ class Products:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        with self.rounded_weights(), self.autocast():
+        with self.bf16_copies(), self.autocast():
             yield
 
     def autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device, torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
     @contextmanager
-    def rounded_weights(self) -> Iterator[None]:
+    def bf16_copies(self) -> Iterator[None]:
         """The copies alone: also for a backward that computes blocks again, and that autocast has no business in."""
         if self.precision != "bf16":
             yield

@@ -5,7 +5,6 @@ that of a run which had the new number of tokens from the start, bit for bit. Th
 the number of steps that it was.
 """
 
-import json
 import os
 import platform
 import sys
@@ -75,8 +74,8 @@ def same_run(folder: Path, config: RunConfig, *, precision: str, fingerprints: l
 
 def same_settings(state: State, folder: Path, config: RunConfig, *, precision: str) -> None:
     """Refuses a checkpoint of a run with other settings."""
-    now = json.loads(json.dumps(config.as_dict()))
-    changed = differences({**state.config, "tokens": now["tokens"]}, now)
+    before = from_record(RunConfig, state.config, where=str(folder / STATE))
+    changed = differences({**before.as_dict(), "tokens": config.tokens}, config.as_dict())
     if state.precision != precision:
         changed.append(f"the precision was {state.precision}, is {precision}: see --compute.precision")
     if changed:

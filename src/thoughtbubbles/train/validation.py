@@ -12,10 +12,12 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.data import RunData
 from thoughtbubbles.train.parallel import World
-from thoughtbubbles.train.precision import Products
+from thoughtbubbles.train.precision import MixedPrecision
 
 
-def validation_losses(model: Thoughtbubbles, data: RunData, *, world: World, products: Products) -> dict[str, float]:
+def validation_losses(
+    model: Thoughtbubbles, data: RunData, *, world: World, products: MixedPrecision
+) -> dict[str, float]:
     """Of each source, and of the mixture where every source of it has a validation split; empty where there is none."""
     if not data.validation:
         return {}
@@ -35,7 +37,7 @@ def validation_losses(model: Thoughtbubbles, data: RunData, *, world: World, pro
 
 
 def samples(
-    model: Thoughtbubbles, data: RunData, config: RunConfig, *, products: Products, step: int
+    model: Thoughtbubbles, data: RunData, config: RunConfig, *, products: MixedPrecision, step: int
 ) -> Iterator[tuple[str, str]]:
     """Each prompt, and the text that begins with it."""
     settings, tokenizer, limit = config.eval, data.tokenizer, config.model.block_size
@@ -50,9 +52,9 @@ def samples(
             sampling=Sampling(temperature=settings.temperature, seed=mix(config.seed, step, index)),
             end_ids=(),
         )
-        # Every length is a new shape: not worth compiling for. Recomputed, since a sharded model runs as a whole.
+        # Every length is a new shape: not worth compiling for. Without a cache, since a sharded model runs as a whole.
         with products(), torch.compiler.set_stance("force_eager"):
-            (written,) = generate(model, [request], tokenizer=tokenizer, method="recomputed")
+            (written,) = generate(model, [request], tokenizer=tokenizer, method="uncached")
         yield tokenizer.decode(ids), tokenizer.decode([*ids, *written.ids])
 
 

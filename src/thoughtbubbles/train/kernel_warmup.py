@@ -21,7 +21,7 @@ from thoughtbubbles.train.config import ComputeConfig
 from thoughtbubbles.train.parallel import World, has_kernels
 
 
-def compile_ahead(config: ModelConfig, compute: ComputeConfig, world: World) -> Callable[[], None]:
+def warm_up_kernels(config: ModelConfig, compute: ComputeConfig, world: World) -> Callable[[], None]:
     """Begins, where our kernels serve a run on one GPU; what it returns waits for the end."""
     device = world.device
     if world.is_distributed or not has_kernels(compute, device.type):  # sharded weights have another dtype

@@ -8,10 +8,10 @@ import torch
 from thoughtbubbles.files import check_folder, locked
 from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.data import RunData
+from thoughtbubbles.train.initialize import fitting_weights
 from thoughtbubbles.train.log import check_sinks
 from thoughtbubbles.train.parallel import World, find_device, find_precision, uses_graph
 from thoughtbubbles.train.resume import find_checkpoint, same_run
-from thoughtbubbles.train.start import fitting_weights
 
 
 def check_run(config: RunConfig, *, resume: bool, made_in: Path) -> list[str]:

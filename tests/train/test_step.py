@@ -9,8 +9,8 @@ from runs import small_run
 from helpers import BFLOAT16, SAME_FUNCTION_FLOAT32, lively_model, random_ids, small_config
 from thoughtbubbles.train.loop import Trainer, train
 from thoughtbubbles.train.parallel import World
-from thoughtbubbles.train.passes import Later, Micro, Passed, Passes, _Replay
-from thoughtbubbles.train.precision import Products
+from thoughtbubbles.train.precision import MixedPrecision
+from thoughtbubbles.train.step import AsyncScalars, ForwardBackward, MicroBatch, MicroResult, _Replay
 
 
 class Tape:
@@ -20,12 +20,12 @@ class Tape:
         self.replay = work
 
 
-class Taped(Passes):
+class Taped(ForwardBackward):
     def _capture(self, micro, *, is_first):
-        inputs = Micro(*(tensor.clone() for tensor in micro))
+        inputs = MicroBatch(*(tensor.clone() for tensor in micro))
         parameters = list(self.model.parameters())
         places = [torch.full_like(p, torch.nan) if is_first else p.grad for p in parameters]
-        result = Passed(torch.zeros(()), None)
+        result = MicroResult(torch.zeros(()), None)
 
         def work():
             made = self._run(inputs, is_first=True, trace=False)
@@ -41,14 +41,14 @@ class Taped(Passes):
 
 def gradients(kind, model, *, graph, n_micro, steps=4, device="cpu", precision="float32"):
     """Of every step, while the weights move; and the losses."""
-    passes = kind(model, Products(model, precision, device=device), graph=graph)
+    passes = kind(model, MixedPrecision(model, precision, device=device), graph=graph)
     found = []
     for step in range(steps):
         loss = 0.0
         for index in range(n_micro):
             ids = random_ids(model.config, 2, 12, seed=7 * step + index).to(device)
             lengths = torch.tensor([12, 9], device=device)
-            micro = Micro(ids, ids.roll(-1, 1), lengths, torch.tensor(1 / n_micro, device=device))
+            micro = MicroBatch(ids, ids.roll(-1, 1), lengths, torch.tensor(1 / n_micro, device=device))
             loss += passes(micro, is_first=index == 0).loss.item()
         found.append((loss, [p.grad.clone() for p in model.parameters()]))
         with torch.no_grad():
@@ -68,7 +68,7 @@ def models(device="cpu"):
 @pytest.mark.parametrize("n_micro", [1, 2, 3, 5])
 def test_replayed_steps_have_the_gradients_of_launched_ones(n_micro):
     one, other = models()
-    launched = gradients(Passes, one, graph=False, n_micro=n_micro)
+    launched = gradients(ForwardBackward, one, graph=False, n_micro=n_micro)
     replayed = gradients(Taped, other, graph=True, n_micro=n_micro)
     for (loss, expected), (again, found) in zip(launched, replayed, strict=True):
         assert abs(loss - again) < SAME_FUNCTION_FLOAT32
@@ -82,18 +82,18 @@ def test_replayed_steps_have_the_gradients_of_launched_ones(n_micro):
 def test_a_graph_has_the_bits_of_launched_kernels(n_micro):
     one, other = models("cuda")
     forms = {"n_micro": n_micro, "device": "cuda", "precision": "bf16"}
-    launched = gradients(Passes, one, graph=False, **forms)
-    replayed = gradients(Passes, other, graph=True, **forms)
+    launched = gradients(ForwardBackward, one, graph=False, **forms)
+    replayed = gradients(ForwardBackward, other, graph=True, **forms)
     for (loss, expected), (again, found) in zip(launched, replayed, strict=True):
         assert loss == again
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 @pytest.mark.slow
-def test_recomputing_blocks_with_bfloat16_products(tmp_path):
+def test_activation_checkpointing_with_bfloat16_products(tmp_path):
     """The backward computes blocks again, with the same rounded weights."""
     plain = small_run(tmp_path / "plain", steps=3, compute_precision="bf16")
-    again = replace(plain, out=tmp_path / "again", compute=replace(plain.compute, recompute=True))
+    again = replace(plain, out=tmp_path / "again", compute=replace(plain.compute, activation_checkpointing=True))
     a, b = (train(config).held_out["corpus"] for config in (plain, again))
     assert abs(a - b) < BFLOAT16
 
@@ -121,5 +121,5 @@ def test_a_residual_in_bfloat16_needs_products_in_it(tmp_path):
 
 
 def test_numbers_can_be_read_later():
-    numbers = Later(torch.tensor([1.5, 2.0]))
+    numbers = AsyncScalars(torch.tensor([1.5, 2.0]))
     assert numbers.read() == [1.5, 2.0] == numbers.read()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from helpers import small_config
-from thoughtbubbles.train.ahead import compile_ahead, run_two_blocks
 from thoughtbubbles.train.config import ComputeConfig
+from thoughtbubbles.train.kernel_warmup import run_two_blocks, warm_up_kernels
 from thoughtbubbles.train.parallel import World
 
 
@@ -18,13 +18,13 @@ def test_nothing_is_begun_where_no_kernel_will_run():
         (World(torch.device("cuda")), "float32"),
         (World(torch.device("cuda"), is_distributed=True), "bf16"),
     ):
-        compile_ahead(small_config(), ComputeConfig(precision=precision), world)()
+        warm_up_kernels(small_config(), ComputeConfig(precision=precision), world)()
         assert threading.active_count() == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_what_goes_wrong_in_the_background_stays_there(recwarn):
-    compile_ahead(small_config(), ComputeConfig(precision="bf16"), World(torch.device("cuda")))()
+    warm_up_kernels(small_config(), ComputeConfig(precision="bf16"), World(torch.device("cuda")))()
     assert not recwarn.list
 
 
@@ -42,6 +42,6 @@ def test_two_blocks_run_whatever_the_model(changes, residual):
 def test_in_the_background_on_a_gpu():
     from thoughtbubbles.kernels.norm import _add_norm
 
-    join = compile_ahead(small_config(n_head=2, width=32), ComputeConfig(), World(torch.device("cuda")))
+    join = warm_up_kernels(small_config(n_head=2, width=32), ComputeConfig(), World(torch.device("cuda")))
     join()
     assert _add_norm.device_caches

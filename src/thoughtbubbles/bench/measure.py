@@ -2,7 +2,7 @@
 
 Everything a real step does is inside the time: float32 master weights and gradients, the cast of the weights to
 bfloat16, a float32 residual unless another is asked for. Before anything is timed, results are checked
-(`bench_check`).
+(`bench/check.py`).
 
 FLOPs are those of `model/cost.py`: work that the architecture asks for, so that recomputation and padding are no merit.
 They are set against the rate of one large matrix product, measured in the same process.
@@ -20,20 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thoughtbubbles.bench.cases import SEED, Case, draw
+from thoughtbubbles.bench.check import Agreement, Rows, WrongResult, compare, reference_of, require
 from thoughtbubbles.data.loader import Batch
 from thoughtbubbles.evals.heldout import to_device
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.transformer import Thoughtbubbles
-from thoughtbubbles.train.ahead import compile_ahead
-from thoughtbubbles.train.bench_cases import SEED, Case, draw
-from thoughtbubbles.train.bench_check import Agreement, Rows, WrongResult, compare, reference_of, require
 from thoughtbubbles.train.config import ComputeConfig, OptimConfig
+from thoughtbubbles.train.kernel_warmup import warm_up_kernels
 from thoughtbubbles.train.optim import Optimizer
 from thoughtbubbles.train.parallel import World, find_precision, parallelize, uses_graph
-from thoughtbubbles.train.passes import Later, Micro, Passed, Passes
-from thoughtbubbles.train.precision import Products
+from thoughtbubbles.train.precision import MixedPrecision
 from thoughtbubbles.train.profile import profile_steps
+from thoughtbubbles.train.step import AsyncScalars, ForwardBackward, MicroBatch, MicroResult
 
 WARM_UP = 3
 
@@ -42,28 +42,28 @@ class Ready(NamedTuple):
     """A model as training has it."""
 
     model: Thoughtbubbles
-    products: Products
-    passes: Passes
+    products: MixedPrecision
+    passes: ForwardBackward
     device: torch.device
 
 
 def make_ready(config: ModelConfig, device: torch.device, compute: ComputeConfig) -> Ready:
     precision = find_precision(compute, device.type)
     world = World(device)
-    join = compile_ahead(config, compute, world)
+    join = warm_up_kernels(config, compute, world)
     torch.manual_seed(SEED)
     with device:
         model = Thoughtbubbles(config).to(torch.float64 if precision == "float64" else torch.float32)
     parallelize(model, world, compute)
-    products = Products(model, precision, device=device.type)
-    passes = Passes(model, products, graph=uses_graph(compute, world), join=join)
+    products = MixedPrecision(model, precision, device=device.type)
+    passes = ForwardBackward(model, products, graph=uses_graph(compute, world), join=join)
     return Ready(model, products, passes, device)
 
 
-def forward_backward(ready: Ready, batch: Rows, *, trace: bool = False) -> Passed:
+def forward_backward(ready: Ready, batch: Rows, *, trace: bool = False) -> MicroResult:
     """As the training loop has it. Gradients are made anew, and so are rounded weights, as after every update."""
     ready.products.forget()
-    micro = Micro(*batch, share=torch.ones((), device=ready.device))
+    micro = MicroBatch(*batch, share=torch.ones((), device=ready.device))
     return ready.passes(micro, is_first=True, trace=trace)
 
 
@@ -72,13 +72,13 @@ class FullStep:
 
     def __init__(self, ready: Ready, optimizer: Optimizer, batch: Rows):
         self.ready, self.optimizer, self.batch = ready, optimizer, batch
-        self._unread: Later | None = None
+        self._unread: AsyncScalars | None = None
 
     def __call__(self) -> None:
         loss = forward_backward(self.ready, self.batch).loss
         norm = self.optimizer.step(self.optimizer.config.lr, clip=self.optimizer.config.clip, loss=loss)
         self.ready.passes.release()
-        before, self._unread = self._unread, Later(torch.stack([loss, norm]))
+        before, self._unread = self._unread, AsyncScalars(torch.stack([loss, norm]))
         if before is not None and not all(map(math.isfinite, before.read())):
             raise WrongResult("loss or gradient is not finite")
 
@@ -133,7 +133,7 @@ def measure(
     reference = reference_of(ready.model)
     took = []
 
-    def first(given: Rows) -> Passed:
+    def first(given: Rows) -> MicroResult:
         begin = time.perf_counter()
         out = forward_backward(ready, given, trace=True)
         wait(device)

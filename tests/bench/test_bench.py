@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from thoughtbubbles.bench.cases import ROWS, default_cases, draw, find_cases, forms
+from thoughtbubbles.bench.check import Rows, WrongResult, compare, one_row_counts, reference_of, require
+from thoughtbubbles.bench.measure import Failed, Measured, forward_backward, make_ready, product_tflops, run_cases
 from thoughtbubbles.cli import main
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.loss import IGNORED
-from thoughtbubbles.train.bench import Failed, Measured, forward_backward, make_ready, product_tflops, run_cases
-from thoughtbubbles.train.bench_cases import ROWS, default_cases, draw, find_cases, forms
-from thoughtbubbles.train.bench_check import Rows, WrongResult, compare, one_row_counts, reference_of, require
 from thoughtbubbles.train.config import ComputeConfig
 
 CPU = torch.device("cpu")

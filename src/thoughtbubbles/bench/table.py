@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from thoughtbubbles import __version__
+from thoughtbubbles.bench.cases import ROWS, default_cases, find_cases, forms
+from thoughtbubbles.bench.measure import Failed, Measured, product_tflops, run_cases
 from thoughtbubbles.files import write_json
-from thoughtbubbles.train.bench import Failed, Measured, product_tflops, run_cases
-from thoughtbubbles.train.bench_cases import ROWS, default_cases, find_cases, forms
 from thoughtbubbles.train.parallel import find_device
 
 WIDTH = 130  # where nobody's terminal says otherwise

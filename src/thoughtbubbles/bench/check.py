@@ -26,7 +26,7 @@ from thoughtbubbles.model import inputs
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.selection import Rule
 from thoughtbubbles.model.transformer import Thoughtbubbles
-from thoughtbubbles.train.passes import Passed
+from thoughtbubbles.train.step import MicroResult
 
 
 class Rows(NamedTuple):
@@ -87,7 +87,7 @@ def compare(
     batch: Rows,
     *,
     row: int,
-    forward_backward: Callable[[Rows], Passed],
+    forward_backward: Callable[[Rows], MicroResult],
 ) -> Agreement:
     """`forward_backward` is the fast path: it leaves its gradients in `model`."""
     found = forward_backward(one_row_counts(batch, row))

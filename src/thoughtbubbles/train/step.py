@@ -17,10 +17,10 @@ from torch import Tensor
 
 from thoughtbubbles.model.fork import ForkRecord
 from thoughtbubbles.model.transformer import Thoughtbubbles
-from thoughtbubbles.train.precision import Products
+from thoughtbubbles.train.precision import MixedPrecision
 
 
-class Micro(NamedTuple):
+class MicroBatch(NamedTuple):
     """A micro-batch on its device, and what its mean loss counts in that of the whole step."""
 
     ids: Tensor
@@ -29,12 +29,12 @@ class Micro(NamedTuple):
     share: Tensor
 
 
-class Passed(NamedTuple):
+class MicroResult(NamedTuple):
     loss: Tensor  # its share of the step's
     forks: tuple[ForkRecord, ...] | None
 
 
-class Later:
+class AsyncScalars:
     """Numbers on their way from the device, to be read when they are needed.
 
     They travel right behind the work that makes them; reading waits for that, and not for what was queued since.
@@ -56,21 +56,21 @@ class Later:
 
 class _Replay(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    inputs: Micro
-    result: Passed
+    inputs: MicroBatch
+    result: MicroResult
     gradients: list[Tensor | None]
 
 
-class Passes:
+class ForwardBackward:
     def __init__(
-        self, model: Thoughtbubbles, products: Products, *, graph: bool, join: Callable[[], None] = lambda: None
+        self, model: Thoughtbubbles, products: MixedPrecision, *, graph: bool, join: Callable[[], None] = lambda: None
     ):
         """`join` waits for whatever else uses the GPU while a run starts; while a graph is made, nobody may."""
         self.model, self.products, self.graph, self._join = model, products, graph, join
         self._replays: dict[bool, _Replay] = {}
         self._has_run: set[bool] = set()
 
-    def __call__(self, micro: Micro, *, is_first: bool, trace: bool = False) -> Passed:
+    def __call__(self, micro: MicroBatch, *, is_first: bool, trace: bool = False) -> MicroResult:
         """Leaves the gradients of `share` · loss in the parameters: alone if it is the first, else added."""
         if self.graph and self._can_replay(is_first):
             return self._replayed(micro, is_first=is_first)
@@ -89,18 +89,18 @@ class Passes:
         if not self._replays:
             self.model.zero_grad(set_to_none=True)
 
-    def _run(self, micro: Micro, *, is_first: bool, trace: bool) -> Passed:
+    def _run(self, micro: MicroBatch, *, is_first: bool, trace: bool) -> MicroResult:
         if is_first:
             self.model.zero_grad(set_to_none=True)
-        with self.products.rounded_weights():
+        with self.products.bf16_copies():
             with self.products.autocast():
                 out = self.model(micro.ids, targets=micro.targets, lengths=micro.lengths, trace=trace)
             assert out.loss is not None
             share = out.loss * micro.share.to(out.loss.dtype)
             share.backward()
-        return Passed(share.detach(), out.forks)
+        return MicroResult(share.detach(), out.forks)
 
-    def _replayed(self, micro: Micro, *, is_first: bool) -> Passed:
+    def _replayed(self, micro: MicroBatch, *, is_first: bool) -> MicroResult:
         self.products.renew()
         replay = self._replays.get(is_first)
         if replay is None:
@@ -112,8 +112,8 @@ class Passes:
         replay.graph.replay()
         return replay.result
 
-    def _capture(self, micro: Micro, *, is_first: bool) -> _Replay:
-        inputs = Micro(*(tensor.clone() for tensor in micro))
+    def _capture(self, micro: MicroBatch, *, is_first: bool) -> _Replay:
+        inputs = MicroBatch(*(tensor.clone() for tensor in micro))
         graph = torch.cuda.CUDAGraph()
         pool = next((other.graph.pool() for other in self._replays.values()), None)
         with torch.cuda.graph(graph, pool=pool):

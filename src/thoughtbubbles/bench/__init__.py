@@ -1,0 +1,1 @@
+"""How fast training steps are: cases, a check of correctness, then times."""
