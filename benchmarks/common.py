@@ -2,10 +2,7 @@
 
 import gc
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,14 +12,9 @@ from typing import Any
 
 import torch
 
+from thoughtbubbles.provenance import commit, device_name
+
 RESULTS = Path(__file__).parent / "results"
-
-
-def device_name(device: str) -> str:
-    """Names the machine in results and file names: the GPU, or the processor's kind with its threads."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
 def synchronize(device: str) -> None:
@@ -72,23 +64,6 @@ def _resident(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
-def commit() -> str:
-    """Of the code that runs; where the tree has come without its history, THOUGHTBUBBLES_COMMIT tells."""
-    if told := os.environ.get("THOUGHTBUBBLES_COMMIT"):
-        return told
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=RESULTS.parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found.stdout.strip()
-
-
 def _without_places(arguments: list[str]) -> list[str]:
     """Where results were put, and where data lay, says nothing about how they were made."""
     at = arguments.index("--out") if "--out" in arguments else len(arguments)
@@ -108,7 +83,7 @@ def write_results(benchmark: str, device: str, numbers: dict[str, Any], *, to: P
     record = {
         "benchmark": benchmark,
         "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_without_places(sys.argv[1:])]),
-        "commit": commit(),
+        "commit": commit() or "unknown",
         "machine": name,
         "torch": torch.__version__,
         **numbers,

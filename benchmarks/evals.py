@@ -17,6 +17,7 @@ from common import write_results
 
 from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.documents import open_exam
 from thoughtbubbles.evals.likelihood import encode_choices, log_likelihoods
 from thoughtbubbles.evals.run import run
@@ -43,7 +44,7 @@ def check(model: Thoughtbubbles, data: Path) -> float:
 def sit(folder: Path, data: Path, tasks: tuple[str, ...], device: str, **more: Any) -> dict[str, Any]:
     settings = Evaluation(checkpoint=folder, tasks=tasks, data_dir=data, dtype="bfloat16", fresh=True, **more)
     begun = time.perf_counter()
-    found = run(settings, device=device)["tasks"]
+    found = run(settings, World(torch.device(device)))["tasks"]
     return {
         "seconds": time.perf_counter() - begun,
         "tasks": {

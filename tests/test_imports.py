@@ -9,6 +9,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "thoughtbubbles"
 LEVEL = {
     "files": -1,
+    "distributed": -1,
+    "provenance": -1,
     "kernels": -1,
     "model": 0,
     "data": 0,

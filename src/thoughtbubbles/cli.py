@@ -95,16 +95,14 @@ def evaluate(arguments: Sequence[str]) -> None:
     if settings.harness:
         _through_harness(settings)
         return
-    from thoughtbubbles.evals.ranks import Ranks
+    from thoughtbubbles.distributed import joined
     from thoughtbubbles.evals.run import run
-    from thoughtbubbles.train.parallel import join
 
-    with join(settings.device) as world:
-        ranks = Ranks(world.rank, world.size, world.saving)
-        failed = run(settings, device=world.device, ranks=ranks)["failed"]
+    with joined(settings.device) as world:
+        failed = run(settings, world)["failed"]
     if failed:  # told in full above
         few = f"{len(failed)} of {len(settings.names)} tasks could not run: {', '.join(failed)}"
-        sys.exit(f"thoughtbubbles eval: {few}" if ranks.is_first else 1)
+        sys.exit(f"thoughtbubbles eval: {few}" if world.is_first else 1)
 
 
 def _through_harness(settings: "Evaluation") -> None:

@@ -14,6 +14,7 @@ from thoughtbubbles.checkpoint import load, load_folder_tokenizer, save_model
 from thoughtbubbles.cli import main
 from thoughtbubbles.data.loader import HeldOut, Source
 from thoughtbubbles.data.synthetic import write_synthetic
+from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.autoregressive import through_cache, without_cache
 from thoughtbubbles.evals.figures import draw_perplexity
 from thoughtbubbles.evals.run import run, windows_for
@@ -56,7 +57,7 @@ def trained(tmp_path_factory, corpus) -> dict[str, Path]:
 
 
 def evaluate(checkpoint: Path, corpus: Path, **changes) -> dict:
-    return run(Evaluation(checkpoint=checkpoint, data=corpus, **changes), device="cpu")
+    return run(Evaluation(checkpoint=checkpoint, data=corpus, **changes), World(torch.device("cpu")))
 
 
 def test_the_command(trained, corpus, tmp_path, capsys):

@@ -22,6 +22,7 @@ from thoughtbubbles.checkpoint import load, save_model
 from thoughtbubbles.cli import main
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.likelihood import encode_choices, log_likelihoods
 from thoughtbubbles.evals.run import run
 from thoughtbubbles.evals.settings import Evaluation
@@ -72,7 +73,7 @@ def questions(tmp_path_factory) -> Path:
 
 def evaluate(checkpoint: Path, questions: Path, out: Path, **changes) -> dict:
     settings = {"tasks": FEW, "dtype": "float64", **changes}
-    return run(Evaluation(checkpoint=checkpoint, data_dir=questions, out=out, **settings), device="cpu")
+    return run(Evaluation(checkpoint=checkpoint, data_dir=questions, out=out, **settings), World(torch.device("cpu")))
 
 
 def numbers(results: dict) -> dict:

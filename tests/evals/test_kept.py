@@ -13,9 +13,10 @@ from helpers import lively_model
 from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.cli import main
 from thoughtbubbles.data.tokenizer import Bytes, save_tokenizer, tokenizer
+from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.answers import Answers
+from thoughtbubbles.evals.errors import agree
 from thoughtbubbles.evals.marks import Answer, mean_and_error
-from thoughtbubbles.evals.ranks import Ranks
 from thoughtbubbles.evals.results import home_of, make_folders, remove_empty
 from thoughtbubbles.model.config import ModelConfig
 
@@ -136,9 +137,9 @@ def test_memory_that_a_cpu_does_not_have_is_trouble_like_any_other():
     with pytest.raises(RuntimeError, match="memory"):
         too_much()
     with pytest.raises(ValueError, match=r"^out of memory: give smaller batches"):
-        Ranks().agree(too_much)
+        agree(World(torch.device("cpu")), too_much)
     with pytest.raises(RuntimeError, match="shape"):  # a fault of ours is no trouble
-        Ranks().agree(lambda: torch.ones(3).view(2))
+        agree(World(torch.device("cpu")), lambda: torch.ones(3).view(2))
 
 
 def test_text_behind_a_link_to_itself_does_not_cancel_the_others(checkpoint, questions, tmp_path):

@@ -20,13 +20,13 @@ from thoughtbubbles.checkpoint import load, save_model
 from thoughtbubbles.cli import main
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.answers import Answers
 from thoughtbubbles.evals.autoregressive import blockwise, compare
 from thoughtbubbles.evals.budgets import budget_table
 from thoughtbubbles.evals.figures import draw_budgets
 from thoughtbubbles.evals.likelihood import Likelihood
 from thoughtbubbles.evals.marks import Answer, fits, mark
-from thoughtbubbles.evals.ranks import Ranks
 from thoughtbubbles.evals.results import NAME, home_of, name_of
 from thoughtbubbles.evals.run import _budgets, _depends_on, _open_tasks, run
 from thoughtbubbles.evals.settings import Evaluation
@@ -79,7 +79,7 @@ def save(folder: Path, *, seed: int, **changes) -> Path:
 
 def evaluate(checkpoint: Path, questions: Path, *tasks: str, **changes) -> dict:
     settings = {"tasks": tasks or ("piqa",), "dtype": "float64", **changes}
-    return run(Evaluation(checkpoint=checkpoint, data_dir=questions, **settings), device="cpu")
+    return run(Evaluation(checkpoint=checkpoint, data_dir=questions, **settings), World(torch.device("cpu")))
 
 
 def written(place: Path) -> dict[str, dict]:
@@ -115,7 +115,7 @@ def test_the_name_follows_what_the_numbers_depend_on(corpus, questions, tmp_path
         given = {"data": text, "windows": 2, "tokens": 8, "tasks": ("perplexity", "piqa"), "data_dir": exams}
         settings = Evaluation(checkpoint=Path("x"), **{**given, **changes})
         failed: dict[str, str] = {}
-        work = _open_tasks(settings, model, tokenizer("bytes"), Ranks(), failed)
+        work = _open_tasks(settings, model, tokenizer("bytes"), World(torch.device("cpu")), failed)
         about = {"weights": 1, "dtype": settings.dtype}
         return name_of(settings, _depends_on(settings, model, _budgets(model, settings), about, work))
 

@@ -24,7 +24,6 @@ from thoughtbubbles.interop.export import export
 from thoughtbubbles.interop.hf import ThoughtbubblesForCausalLM
 from thoughtbubbles.train.data import RunData
 from thoughtbubbles.train.loop import train
-from thoughtbubbles.train.parallel import join
 from train.runs import small_run, uneven_examples
 
 STEPS = 5

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from helpers import BFLOAT16_GRADIENT, lively_model, random_ids, small_config
+from thoughtbubbles.distributed import World, joined
 from thoughtbubbles.train import parallel
 from thoughtbubbles.train.config import ComputeConfig
 from thoughtbubbles.train.loop import train
@@ -52,7 +53,7 @@ def decisions(folder: Path) -> None:
     """bf16 under FSDP2 decides exactly as the unsharded model under autocast, and would not if FSDP cast our inputs."""
     compute = ComputeConfig(precision="bf16")
     config = small_config(width=48, block_size=64)
-    with parallel.join("cpu") as world:
+    with joined("cpu") as world:
         for seed in range(4):
             whole = lively_model(config, seed=seed, dtype=torch.float32)
             with torch.no_grad():  # so that the norms' weights are the same in bfloat16
@@ -75,7 +76,7 @@ def decisions(folder: Path) -> None:
         assert _differs_when_cast(config, world), "the comparison cannot tell rounded scores from exact ones"
 
 
-def _differs_when_cast(config: object, world: parallel.World) -> bool:
+def _differs_when_cast(config: object, world: World) -> bool:
     """FSDP's default casting, on fork layers as well: what `parallelize` avoids."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (world.size,))
     cast = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -102,7 +103,7 @@ def kernels(folder: Path) -> None:
     config = small_config(n_head=2, width=32)  # heads of 16, which the kernels take
     assert lively_model(config).blocks[0].attention.has_kernel(torch.zeros(1, dtype=torch.bfloat16))
 
-    def gradients(world: parallel.World, *, activation_checkpointing: bool) -> dict[str, torch.Tensor]:
+    def gradients(world: World, *, activation_checkpointing: bool) -> dict[str, torch.Tensor]:
         model = lively_model(config, dtype=torch.float32)
         with torch.no_grad():  # the same weights in bfloat16, in which sharded ones travel
             for parameter in model.blocks.parameters():
@@ -116,10 +117,10 @@ def kernels(folder: Path) -> None:
         loss.backward()
         return {name: parallel.whole(parameter.grad).float() for name, parameter in model.named_parameters()}
 
-    with parallel.join("cpu") as world:
+    with joined("cpu") as world:
         for activation_checkpointing in (False, True):
             found = gradients(world, activation_checkpointing=activation_checkpointing)
-            expected = gradients(parallel.World(torch.device("cpu")), activation_checkpointing=activation_checkpointing)
+            expected = gradients(World(torch.device("cpu")), activation_checkpointing=activation_checkpointing)
             errors = {name: error(found[name], expected[name]) for name in expected}
             assert max(errors.values()) < BFLOAT16_GRADIENT, errors
 

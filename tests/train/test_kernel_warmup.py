@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from helpers import small_config
+from thoughtbubbles.distributed import World
 from thoughtbubbles.train.config import ComputeConfig
 from thoughtbubbles.train.kernel_warmup import run_two_blocks, warm_up_kernels
-from thoughtbubbles.train.parallel import World
 
 
 def test_nothing_is_begun_where_no_kernel_will_run():

@@ -19,13 +19,13 @@ import thoughtbubbles
 from helpers import GOLDEN, SAME_FUNCTION, named, no_waiting_for_the_gpu
 from thoughtbubbles.checkpoint import load_folder_tokenizer, save_model
 from thoughtbubbles.data.tokenizer import Bytes
+from thoughtbubbles.distributed import World
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.recipes import recipe
 from thoughtbubbles.train.dry_run import check_run
 from thoughtbubbles.train.initialize import build_model, own_folder
 from thoughtbubbles.train.loop import Trainer, train
-from thoughtbubbles.train.parallel import World
 from thoughtbubbles.train.state import checkpoint_damage
 from train.runs import assert_same_bits, losses, metrics, small_corpus, small_run, uneven_examples
 from train.write_golden import golden, golden_run

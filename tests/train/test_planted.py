@@ -7,8 +7,8 @@ import signal
 import pytest
 import torch
 
+from thoughtbubbles.distributed import World
 from thoughtbubbles.train.loop import Trainer, train
-from thoughtbubbles.train.parallel import World
 from train.runs import metrics, run_command, small_run, small_train
 
 CPU = World(torch.device("cpu"))

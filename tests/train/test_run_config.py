@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from helpers import lively_model, small_config
+from thoughtbubbles.distributed import find_device
 from thoughtbubbles.train.config import OptimConfig, differences
 from thoughtbubbles.train.fields import read_count
 from thoughtbubbles.train.optim import Optimizer, learning_rate
-from thoughtbubbles.train.parallel import find_device
 from train.runs import small_run
 
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from helpers import lively_model, small_config
 from thoughtbubbles.data.tokenizer import Bytes
+from thoughtbubbles.distributed import World
 from thoughtbubbles.files import write_manifest
 from thoughtbubbles.train.config import OptimConfig
 from thoughtbubbles.train.optim import Optimizer
-from thoughtbubbles.train.parallel import World
 from thoughtbubbles.train.state import Checkpoints, checkpoint_damage, newest_good, read_state, restore
 
 CPU = World(torch.device("cpu"))

@@ -7,8 +7,8 @@ import torch
 from runs import small_run
 
 from helpers import BFLOAT16, SAME_FUNCTION_FLOAT32, lively_model, random_ids, small_config
+from thoughtbubbles.distributed import World
 from thoughtbubbles.train.loop import Trainer, train
-from thoughtbubbles.train.parallel import World
 from thoughtbubbles.train.precision import MixedPrecision
 from thoughtbubbles.train.step import AsyncScalars, ForwardBackward, MicroBatch, MicroResult, _Replay
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from thoughtbubbles.bench.cases import SEED, Case, draw
 from thoughtbubbles.bench.check import Agreement, Rows, WrongResult, compare, reference_of, require
 from thoughtbubbles.data.loader import Batch
+from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.heldout import to_device
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.cost import cost
@@ -30,7 +31,7 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import ComputeConfig, OptimConfig
 from thoughtbubbles.train.kernel_warmup import warm_up_kernels
 from thoughtbubbles.train.optim import Optimizer
-from thoughtbubbles.train.parallel import World, find_precision, parallelize, uses_graph
+from thoughtbubbles.train.parallel import find_precision, parallelize, uses_graph
 from thoughtbubbles.train.precision import MixedPrecision
 from thoughtbubbles.train.profile import profile_steps
 from thoughtbubbles.train.step import AsyncScalars, ForwardBackward, MicroBatch, MicroResult

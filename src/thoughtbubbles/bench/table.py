@@ -1,21 +1,19 @@
 """What `thoughtbubbles bench` shows and writes: a line as each case is done, tables at the end, a file of numbers."""
 
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from thoughtbubbles import __version__
 from thoughtbubbles.bench.cases import ROWS, default_cases, find_cases, forms
 from thoughtbubbles.bench.measure import Failed, Measured, product_tflops, run_cases
+from thoughtbubbles.distributed import find_device
 from thoughtbubbles.files import write_json
-from thoughtbubbles.train.parallel import find_device
+from thoughtbubbles.provenance import device_name, provenance
 
 WIDTH = 130  # where nobody's terminal says otherwise
 
@@ -54,7 +52,15 @@ def bench(
         )
     show(found, product)
     if out is not None:
-        write_json(out, {**circumstances(kind), "product_tflops": product, "cases": [asdict(case) for case in found]})
+        write_json(
+            out,
+            {
+                **provenance(),
+                "device": device_name(kind),
+                "product_tflops": product,
+                "cases": [asdict(case) for case in found],
+            },
+        )
         print(f"Written: {out}")
     if failed := [case.name for case in found if isinstance(case, Failed)]:
         raise ValueError(f"{len(failed)} of {len(found)} cases have no numbers: {', '.join(failed)}")
@@ -145,16 +151,3 @@ def _table(title: str, *headings: str) -> Table:
 def _columns(table: Table, *headings: str) -> None:
     for heading in headings:
         table.add_column(heading, justify="left" if heading.endswith("case") else "right", no_wrap=True)
-
-
-def device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} {device}"
-
-
-def circumstances(device: str) -> dict[str, Any]:
-    return {
-        "machine": device_name(device),
-        "threads": torch.get_num_threads(),
-        "versions": {"thoughtbubbles": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "command": sys.argv,
-    }

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from thoughtbubbles.data.tokenizer import Tokenizer
+from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.answers import Answers
 from thoughtbubbles.evals.autoregressive import Scores, Windows
 from thoughtbubbles.evals.budgets import pair_answers, pair_scores
 from thoughtbubbles.evals.documents import Exam
+from thoughtbubbles.evals.errors import agree
 from thoughtbubbles.evals.exam import Conditions, sit
 from thoughtbubbles.evals.marks import Answer, fits, summary
 from thoughtbubbles.evals.perplexity import describe, join, perplexity
 from thoughtbubbles.evals.progress import Progress
-from thoughtbubbles.evals.ranks import Ranks
 from thoughtbubbles.evals.results import exact
 from thoughtbubbles.evals.settings import Evaluation
 from thoughtbubbles.evals.windows import checksum, text_bytes
@@ -43,7 +44,7 @@ class Bench:
     about: Mapping[str, Any]
     """What answers depend on, beside questions and budget."""
     answers: Path
-    ranks: Ranks
+    world: World
     progress: Progress
 
     def title(self, what: str, budget: Number | None) -> str:
@@ -79,23 +80,23 @@ def measure_text(bench: Bench, windows: Windows) -> Found:
 
 
 def _score(bench: Bench, windows: Windows, budget: Number | None) -> dict[str, Scores]:
-    ranks = bench.ranks
-    n_shares = min(ranks.size, len(windows.ids))
+    world = bench.world
+    n_shares = min(world.size, len(windows.ids))
 
     def own() -> dict[str, Scores] | None:
-        if ranks.rank >= n_shares:
+        if world.rank >= n_shares:
             return None
         with bench.precision():
             return perplexity(
                 bench.model,
-                windows.every(n_shares, first=ranks.rank),
+                windows.every(n_shares, first=world.rank),
                 vocab_size=bench.tokenizer.size,
                 budget=budget,
                 batch=bench.settings.batch,
                 report=lambda title: bench.progress.begin(bench.title(title, budget)),
             )
 
-    return join([share for share in ranks.gather(ranks.agree(own)) if share is not None])
+    return join([share for share in world.gather(agree(world, own)) if share is not None])
 
 
 def sit_exam(bench: Bench, exam: Exam) -> Found:
@@ -110,18 +111,18 @@ def sit_exam(bench: Bench, exam: Exam) -> Found:
 
 def _answers(bench: Bench, exam: Exam, budget: Number | None) -> tuple[dict[int, Answer], dict[str, Any]]:
     """To all documents, in their order; those that are on disk are not asked again."""
-    task, ranks, settings = exam.task, bench.ranks, bench.settings
+    task, world, settings = exam.task, bench.world, bench.settings
     described = {"task": task.name, "version": task.version, "questions": exam.checksum, **bench.about}
     described["budget"] = None if budget is None else exact(budget)
     if task.max_new:
         described["method"] = settings.method or exact_method(bench.model.config)
-    answers = Answers(bench.answers, task.name, described, rank=ranks.rank)
-    known = ranks.gather(ranks.agree(lambda: _known(answers, exam, fresh=settings.fresh) if ranks.is_first else {}))[0]
+    answers = Answers(bench.answers, task.name, described, rank=world.rank)
+    known = world.gather(agree(world, lambda: _known(answers, exam, fresh=settings.fresh) if world.is_first else {}))[0]
     left = [number for number in exam.documents if number not in known]
     begun, n_known = time.perf_counter(), len(known)
-    ranks.agree(lambda: _answer(bench, exam, left[ranks.rank :: ranks.size], budget, answers, n_known=n_known))
-    seconds = max(ranks.gather(time.perf_counter() - begun))
-    new = ranks.gather(answers.new)
+    agree(world, lambda: _answer(bench, exam, left[world.rank :: world.size], budget, answers, n_known=n_known))
+    seconds = max(world.gather(time.perf_counter() - begun))
+    new = world.gather(answers.new)
     every = known | {number: answer for share in new for number, answer in share.items()}
     return {number: every[number] for number in exam.documents}, {
         "seconds": seconds,

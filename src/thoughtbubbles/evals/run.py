@@ -5,27 +5,24 @@ a task that cannot be opened, or fails later, is reported beside the others. Ans
 (evals/answers.py), and tables and figures are made from results.json.
 """
 
-import os
-import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from thoughtbubbles import __version__
 from thoughtbubbles.checkpoint import find_model, load, load_folder_tokenizer
 from thoughtbubbles.data.tokenizer import Tokenizer
+from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.autoregressive import Windows
 from thoughtbubbles.evals.documents import Exam, data_folder, open_exam
+from thoughtbubbles.evals.errors import agree
 from thoughtbubbles.evals.exam import check_lengths
 from thoughtbubbles.evals.measure import Bench, Found, measure_text, sit_exam
 from thoughtbubbles.evals.progress import Progress
-from thoughtbubbles.evals.ranks import Ranks
 from thoughtbubbles.evals.results import (
     ANSWERS,
     RESULTS,
@@ -45,26 +42,23 @@ from thoughtbubbles.files import read_object, write_json
 from thoughtbubbles.generate.requests import budget_problem, budget_remark, exact_method
 from thoughtbubbles.model.budget import Number
 from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.provenance import provenance
 
 Work = Windows | Exam
 
 
-def run(settings: Evaluation, *, device: str | torch.device, ranks: Ranks = Ranks()) -> dict[str, Any]:  # noqa: B008
-    """What results.json holds, on every rank; `failed` there has the tasks that could not run, and why.
-
-    `device` is one that this machine has.
-    """
-    device = torch.device(device)
-    folder, model, tokenizer = ranks.agree(lambda: _open(settings, device))
+def run(settings: Evaluation, world: World) -> dict[str, Any]:
+    """What results.json holds, on every rank; `failed` there has the tasks that could not run, and why."""
+    folder, model, tokenizer = agree(world, lambda: _open(settings, world.device))
     budgets = _budgets(model, settings)
     failed: dict[str, str] = {}
-    work = _open_tasks(settings, model, tokenizer, ranks, failed)
-    weights = ranks.gather(ranks.agree(lambda: weights_of(folder) if ranks.is_first else {}))[0]
+    work = _open_tasks(settings, model, tokenizer, world, failed)
+    weights = world.gather(agree(world, lambda: weights_of(folder) if world.is_first else {}))[0]
     about = {"weights": weights, "config": asdict(model.config), "tokenizer": tokenizer.name, "dtype": settings.dtype}
     name = name_of(settings, _depends_on(settings, model, budgets, about, work))
     home = home_of(folder) if settings.out is None else settings.out
-    place = ranks.agree(lambda: make_folders(home, name, is_given=settings.out is not None))
-    with Progress(quiet=not ranks.is_first) as progress:
+    place = agree(world, lambda: make_folders(home, name, is_given=settings.out is not None))
+    with Progress(quiet=not world.is_first) as progress:
         bench = Bench(
             settings=settings,
             model=model,
@@ -72,7 +66,7 @@ def run(settings: Evaluation, *, device: str | torch.device, ranks: Ranks = Rank
             budgets=budgets,
             about=about,
             answers=home / ANSWERS,
-            ranks=ranks,
+            world=world,
             progress=progress,
         )
         for budget in settings.budget:
@@ -84,7 +78,7 @@ def run(settings: Evaluation, *, device: str | torch.device, ranks: Ranks = Rank
             if settings.out is None:
                 remove_empty(home, name)
             raise
-    kept = ranks.gather(ranks.agree(lambda: _kept(place / RESULTS, name, failed) if ranks.is_first else {}))[0]
+    kept = world.gather(agree(world, lambda: _kept(place / RESULTS, name, failed) if world.is_first else {}))[0]
     found |= {task: earlier for task, (earlier, _) in kept.items()}
     results = {
         "name": name,
@@ -97,11 +91,11 @@ def run(settings: Evaluation, *, device: str | torch.device, ranks: Ranks = Rank
         "selection": model.config.selection if model.config.fork_layers else None,
         "config": asdict(model.config),
         "tokenizer": tokenizer.name,
-        "settings": {**settings.as_dict(), "device": str(device)},
-        "ranks": ranks.size,
-        **_circumstances(),
+        "settings": {**settings.as_dict(), "device": str(world.device)},
+        "ranks": world.size,
+        **provenance(),
     }
-    ranks.agree(lambda: _write(place, results, settings) if ranks.is_first else None)  # all wait until it is there
+    agree(world, lambda: _write(place, results, settings) if world.is_first else None)  # all wait until it is there
     return results
 
 
@@ -154,7 +148,7 @@ def _budgets(model: Thoughtbubbles, settings: Evaluation) -> tuple[Number | None
 
 
 def _open_tasks(
-    settings: Evaluation, model: Thoughtbubbles, tokenizer: Tokenizer, ranks: Ranks, failed: dict[str, str]
+    settings: Evaluation, model: Thoughtbubbles, tokenizer: Tokenizer, world: World, failed: dict[str, str]
 ) -> dict[str, Work]:
     """Those that can be opened, in the order asked for; the reasons of the others go to `failed`."""
 
@@ -168,7 +162,7 @@ def _open_tasks(
     work: dict[str, Work] = {}
     for name in settings.names:
         try:
-            work[name] = ranks.agree(partial(opened, name))
+            work[name] = agree(world, partial(opened, name))
         except ValueError as error:
             failed[name] = str(error).removeprefix(f"{name}: ")
     _require_any(work, failed)
@@ -261,14 +255,3 @@ def _write(place: Path, results: dict[str, Any], settings: Evaluation) -> None:
         print(f"{task} could not run now: its numbers in {place / RESULTS} are those of {time}.", file=sys.stderr)
     write_json(place / RESULTS, results)
     show(results, place / RESULTS)
-
-
-def _circumstances() -> dict[str, Any]:
-    """As run.json of a training run has them."""
-    return {
-        "time": datetime.now(UTC).isoformat(timespec="microseconds"),
-        "command": sys.argv,
-        "versions": {"thoughtbubbles": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "machine": platform.platform(),
-        "commit": os.environ.get("THOUGHTBUBBLES_COMMIT"),
-    }

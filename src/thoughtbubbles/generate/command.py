@@ -20,12 +20,14 @@ from rich.table import Table
 
 from thoughtbubbles.checkpoint import find_model, load, load_folder_tokenizer
 from thoughtbubbles.data.tokenizer import Tokenizer
+from thoughtbubbles.distributed import find_device
 from thoughtbubbles.generate.requests import Completion, Method, Request, Token, budget_remark, exact_method, stream
 from thoughtbubbles.generate.show import Bubbles, Screen, bubble_sizes, colour, legend, shown
 from thoughtbubbles.model.config import BudgetMode
 from thoughtbubbles.model.inputs import rule_of
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
+DEVICES = ("cuda", "cpu")  # not mps: a draw is made in float64, which it lacks
 APPROXIMATE = (
     "This model selects over the whole row (block selection). The cache decides by the causal rule instead, an "
     "approximation; `thoughtbubbles eval --tasks perplexity` measures what it costs."
@@ -167,7 +169,7 @@ def write(
     as_json: bool = False,
 ) -> None:
     """Writes what continues the request's prompt, and all that is said about it; `cli.generate` tells the options."""
-    device = find_device(device)
+    device = find_device(device, among=DEVICES)
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
     reader = Reader.open(
@@ -206,13 +208,6 @@ def write(
     if request.top and not as_json:
         remarks.print(top_table(reader.tokenizer, written))
     remarks.print(summary(reader, written), style="dim", soft_wrap=True)
-
-
-def find_device(wanted: str) -> str:
-    """cuda or cpu. Not mps: the draw is made in float64, which it lacks."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this machine has none that torch can use; take cpu")
-    return wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _show_text(reader: Reader, tokens: Iterable[Token], written: Written, screen: Screen) -> None:

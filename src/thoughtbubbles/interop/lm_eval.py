@@ -30,10 +30,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from thoughtbubbles.checkpoint import find_model, load, load_folder_tokenizer
+from thoughtbubbles.distributed import find_device
 from thoughtbubbles.evals.documents import records
 from thoughtbubbles.evals.likelihood import BATCH_TOKENS, Query, log_likelihoods
 from thoughtbubbles.files import short_name
-from thoughtbubbles.generate.command import find_device
+from thoughtbubbles.generate.command import DEVICES
 from thoughtbubbles.generate.requests import Method, Request, budget_problem, generate
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.model.config import is_whole
@@ -264,7 +265,7 @@ def check_options(checkpoint: Any, *, dtype: Any, batch_tokens: Any, method: Any
 
 def _device(wanted: Any) -> torch.device:
     try:
-        return torch.device(find_device(wanted))
+        return torch.device(find_device(wanted, among=DEVICES))
     except (RuntimeError, TypeError):
         raise ValueError(f"device = {short_name(repr(wanted))}: give auto, cpu or cuda") from None
 

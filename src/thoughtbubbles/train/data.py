@@ -14,9 +14,9 @@ from thoughtbubbles.data.shards import SMALL_VALIDATION, has_split, open_dataset
 from thoughtbubbles.data.stdlib import write_stdlib
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.heldout import move, to_device
 from thoughtbubbles.train.config import RunConfig
-from thoughtbubbles.train.parallel import World
 
 # Data that needs no preparation; one seed, so that runs with other seeds see the same text.
 MADE_HERE: dict[str, Callable[[Path], None]] = {

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import torch
 
+from thoughtbubbles.distributed import World, find_device
 from thoughtbubbles.files import check_folder, locked
 from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.data import RunData
 from thoughtbubbles.train.initialize import fitting_weights
 from thoughtbubbles.train.log import check_sinks
-from thoughtbubbles.train.parallel import World, find_device, find_precision, uses_graph
+from thoughtbubbles.train.parallel import find_precision, uses_graph
 from thoughtbubbles.train.resume import find_checkpoint, same_run
 
 

@@ -17,11 +17,11 @@ from thoughtbubbles.checkpoint import (
     read_weights,
     shapes,
 )
+from thoughtbubbles.distributed import World
 from thoughtbubbles.files import locked, named, short_name
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import RunConfig
-from thoughtbubbles.train.parallel import World
 
 
 def build_model(config: RunConfig, say: Callable[[str], None]) -> Thoughtbubbles:
@@ -86,7 +86,7 @@ def _check_shared(run: Path, world: World) -> None:
     world.first(lambda: _touch(mark))
     world.wait()
     trouble = None if mark.exists() else f"rank {world.rank} does not see {run} as the first rank does"
-    trouble = world.agree(trouble)
+    trouble = world.first_error(trouble)
     if world.is_first:
         mark.unlink()
     if trouble is not None:

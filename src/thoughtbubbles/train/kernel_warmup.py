@@ -11,6 +11,7 @@ from threading import Thread
 
 import torch
 
+from thoughtbubbles.distributed import World
 from thoughtbubbles.model.attention import PATHS
 from thoughtbubbles.model.block import Block, Residual
 from thoughtbubbles.model.budget import Budget
@@ -18,7 +19,7 @@ from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.initial import SkipInit
 from thoughtbubbles.model.layout import layout_at
 from thoughtbubbles.train.config import ComputeConfig
-from thoughtbubbles.train.parallel import World, has_kernels
+from thoughtbubbles.train.parallel import has_kernels
 
 
 def warm_up_kernels(config: ModelConfig, compute: ComputeConfig, world: World) -> Callable[[], None]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from thoughtbubbles import __version__
+from thoughtbubbles.distributed import World, joined
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.fork import ForkRecord
 from thoughtbubbles.train.config import RunConfig
@@ -31,7 +32,7 @@ from thoughtbubbles.train.initialize import build_model, own_folder
 from thoughtbubbles.train.kernel_warmup import warm_up_kernels
 from thoughtbubbles.train.log import Log, Speed, peak_tflops
 from thoughtbubbles.train.optim import Optimizer, learning_rate, warmup_steps
-from thoughtbubbles.train.parallel import World, find_precision, join, parallelize, sync_gradients, uses_graph
+from thoughtbubbles.train.parallel import find_precision, parallelize, sync_gradients, uses_graph
 from thoughtbubbles.train.precision import MixedPrecision
 from thoughtbubbles.train.resume import describe, find_checkpoint, same_run, same_settings
 from thoughtbubbles.train.state import Checkpoints, SaveError, clean, folder_name, read_state, restore, set_aside
@@ -69,7 +70,7 @@ class Launched(NamedTuple):
 
 
 def train(config: RunConfig, *, resume: bool = False) -> Result:
-    with join(config.device) as world:
+    with joined(config.device) as world:
         try:
             with own_folder(config.folder, world):
                 return Trainer(config, world, resume=resume).run()

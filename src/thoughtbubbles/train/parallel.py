@@ -5,16 +5,10 @@ reduction, and everything else (embedding, score heads, fork embeddings, final n
 inputs is off: it would round the log scores, and with them the decisions.
 """
 
-import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -22,68 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from thoughtbubbles import kernels
+from thoughtbubbles.distributed import World
 from thoughtbubbles.model.config import OURS
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import ComputeConfig
-
-Found = TypeVar("Found")
-PATIENCE = timedelta(hours=4)  # for what one rank does while the others wait: checksums of large data, a slow disk
-
-
-class World(NamedTuple):
-    """Who takes part. Under torchrun there is a process group, even for one rank; otherwise there is none."""
-
-    device: torch.device
-    rank: int = 0
-    size: int = 1
-    is_distributed: bool = False
-    saving: Any = None  # a CPU process group of its own: checkpoints are written while training goes on
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    def agree(self, trouble: str | None) -> str | None:
-        """The first trouble that any rank has, so that all of them give up together; None if there is none."""
-        troubles = [trouble]
-        if self.is_distributed:
-            troubles = [None] * self.size
-            dist.all_gather_object(troubles, trouble, group=self.saving)
-        return next(filter(None, troubles), None)
-
-    def first(self, work: Callable[[], Found]) -> Found:
-        """What `work` returns on the first rank, on all of them; a ValueError there is one everywhere."""
-        found: list[Any] = [None, None]
-        if self.is_first:
-            try:
-                found[0] = work()
-            except ValueError as error:
-                found[1] = str(error)
-        if self.is_distributed:
-            dist.broadcast_object_list(found, src=0, group=self.saving)
-        if found[1] is not None:
-            raise ValueError(found[1])
-        return found[0]
-
-    def total(self, values: Tensor) -> Tensor:
-        """Sum over all ranks, in place."""
-        if self.is_distributed:
-            dist.all_reduce(values)
-        return values
-
-    def wait(self) -> None:
-        if self.is_distributed:
-            dist.barrier(group=self.saving)
-
-
-def find_device(wanted: str) -> str:
-    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if wanted == "auto":
-        return next(name for name, is_here in found.items() if is_here)
-    if not found[wanted]:
-        here = ", ".join(name for name, is_here in found.items() if is_here)
-        raise ValueError(f"--device {wanted}: this machine has none that torch can use; it has: {here}")
-    return wanted
 
 
 def find_precision(compute: ComputeConfig, device: str) -> str:
@@ -93,28 +29,6 @@ def find_precision(compute: ComputeConfig, device: str) -> str:
     if compute.residual == "bf16" and found != "bf16":
         raise ValueError("--compute.residual bf16: goes with --compute.precision bf16 only")
     return found
-
-
-@contextmanager
-def join(device: str = "auto") -> Iterator[World]:
-    """Joins the other ranks if torchrun started us, and leaves them at the end."""
-    kind = find_device(device)
-    if "RANK" not in os.environ:
-        yield World(torch.device(kind))
-        return
-    if kind == "mps":
-        raise ValueError("--device mps: many ranks need cuda or cpu")
-    own = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else 0)
-    if kind == "cuda":
-        torch.cuda.set_device(own)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", device_id=own if kind == "cuda" else None
-    )
-    try:
-        saving = dist.new_group(backend="gloo", timeout=PATIENCE)
-        yield World(own, dist.get_rank(), dist.get_world_size(), True, saving)
-    finally:
-        dist.destroy_process_group()
 
 
 def parallelize(model: Thoughtbubbles, world: World, compute: ComputeConfig) -> None:

@@ -5,19 +5,14 @@ that of a run which had the new number of tokens from the start, bit for bit. Th
 the number of steps that it was.
 """
 
-import os
-import platform
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from thoughtbubbles import __version__
 from thoughtbubbles.checkpoint import STATE, checkpoints
 from thoughtbubbles.files import named, read_object, short_name, write_json
+from thoughtbubbles.provenance import provenance
 from thoughtbubbles.train.config import RunConfig, differences
 from thoughtbubbles.train.fields import from_record
 from thoughtbubbles.train.optim import learning_rate, warmup_steps
@@ -117,7 +112,7 @@ def _in_words(data: list[dict[str, Any]]) -> str:
 def describe(run: Path, config: RunConfig, *, done: int, warmup: int) -> None:
     """Writes run.json before step 0; a resumed run adds what it was resumed with."""
     path = run / RUN
-    now = {**_description(config), "warmup_steps": warmup}
+    now = {"config": config.as_dict(), **provenance(), "warmup_steps": warmup}
     if done and path.exists():
         before = read_object(path, remedy="remove it, and --resume again")
         earlier = before.get("resumed", [])
@@ -125,13 +120,3 @@ def describe(run: Path, config: RunConfig, *, done: int, warmup: int) -> None:
             raise ValueError(f"{path}: resumed is not a list: remove it, and --resume again")
         now = {**before, "resumed": [*earlier, {"step": done, **now}]}
     write_json(path, now)
-
-
-def _description(config: RunConfig) -> dict[str, Any]:
-    return {
-        "config": config.as_dict(),
-        "command": sys.argv,
-        "versions": {"thoughtbubbles": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "machine": platform.platform(),
-        "commit": os.environ.get("THOUGHTBUBBLES_COMMIT"),
-    }

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from thoughtbubbles.checkpoint import STATE, checkpoints, write_model
 from thoughtbubbles.data.tokenizer import Tokenizer
+from thoughtbubbles.distributed import World
 from thoughtbubbles.files import (
     MANIFEST,
     damage,
@@ -43,7 +44,7 @@ from thoughtbubbles.model.config import is_number, is_whole
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.fields import LARGEST
 from thoughtbubbles.train.optim import Optimizer
-from thoughtbubbles.train.parallel import World, whole
+from thoughtbubbles.train.parallel import whole
 
 PARTS = ("model", "optimizer")
 
@@ -111,7 +112,7 @@ class Checkpoints:
             work()
         except (Exception, CheckpointException) as error:  # whatever it was: training must not end because of it
             trouble = _reason(error)
-        trouble = self.world.agree(trouble)
+        trouble = self.world.first_error(trouble)
         if trouble is not None:
             if self.world.is_first:
                 give_up()
@@ -279,13 +280,17 @@ def _be_quiet() -> None:
 def _save_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
     _be_quiet()
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    save_distributed(dict(tensors), storage_writer=writer, process_group=world.saving, no_dist=not world.is_distributed)
+    save_distributed(
+        dict(tensors), storage_writer=writer, process_group=world.cpu_group, no_dist=not world.is_distributed
+    )
 
 
 def _load_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
     _be_quiet()
     reader = HuggingFaceStorageReader(str(folder))
-    load_distributed(dict(tensors), storage_reader=reader, process_group=world.saving, no_dist=not world.is_distributed)
+    load_distributed(
+        dict(tensors), storage_reader=reader, process_group=world.cpu_group, no_dist=not world.is_distributed
+    )
 
 
 def _reason(error: BaseException) -> str:

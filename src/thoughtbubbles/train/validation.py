@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 import torch
 
+from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.heldout import held_out_sums
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.data import RunData
-from thoughtbubbles.train.parallel import World
 from thoughtbubbles.train.precision import MixedPrecision
 
 

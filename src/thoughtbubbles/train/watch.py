@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import torch
 
+from thoughtbubbles.distributed import World
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.log import Log
-from thoughtbubbles.train.parallel import World
 from thoughtbubbles.train.profile import markdown, profile_steps, tables
 
 WARM_UP = 5  # steps: compilation, and memory that is asked for once

@@ -1,0 +1,99 @@
+"""Ranks and devices: who takes part in training or evaluation, and on what.
+
+Under torchrun there is a process group, even for one rank; otherwise there is none.
+"""
+
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Value = TypeVar("Value")
+PATIENCE = timedelta(hours=4)  # for what one rank does while the others wait: checksums of large data, a slow disk
+DEVICES = ("cuda", "mps", "cpu")  # in the order in which `auto` looks for them
+
+
+class World(NamedTuple):
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    is_distributed: bool = False
+    cpu_group: Any = None  # a process group of its own: checkpoints are written while training goes on
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: Value) -> list[Value]:
+        """Every rank's value, on all of them, in the order of the ranks."""
+        if not self.is_distributed:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.cpu_group)
+        return found
+
+    def first_error(self, error: str | None) -> str | None:
+        """The first error that any rank has, so that all of them give up together; None if there is none."""
+        return next(filter(None, self.gather(error)), None)
+
+    def first(self, work: Callable[[], Value]) -> Value:
+        """What `work` returns on the first rank, on all of them; a ValueError there is one everywhere."""
+        found: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                found[0] = work()
+            except ValueError as error:
+                found[1] = str(error)
+        if self.is_distributed:
+            dist.broadcast_object_list(found, src=0, group=self.cpu_group)
+        if found[1] is not None:
+            raise ValueError(found[1])
+        return found[0]  # type: ignore[no-any-return]
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum over all ranks, in place."""
+        if self.is_distributed:
+            dist.all_reduce(values)
+        return values
+
+    def wait(self) -> None:
+        if self.is_distributed:
+            dist.barrier(group=self.cpu_group)
+
+
+def find_device(wanted: str, *, among: Collection[str] = DEVICES) -> str:
+    """The device that an option names; `auto` is the best one here. `among`: where not all will do."""
+    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    here = [name for name in DEVICES if found[name] and name in among]
+    if wanted == "auto":
+        return here[0]
+    if wanted not in here:
+        raise ValueError(f"--device {wanted}: this machine has none that can be used here; it has: {', '.join(here)}")
+    return wanted
+
+
+@contextmanager
+def joined(device: str = "auto") -> Iterator[World]:
+    """Joins the other ranks if torchrun started us, and leaves them at the end."""
+    kind = find_device(device)
+    if "RANK" not in os.environ:
+        yield World(torch.device(kind))
+        return
+    if kind == "mps":
+        raise ValueError("--device mps: many ranks need cuda or cpu")
+    own = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else 0)
+    if kind == "cuda":
+        torch.cuda.set_device(own)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", device_id=own if kind == "cuda" else None
+    )
+    try:
+        cpu_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        yield World(own, dist.get_rank(), dist.get_world_size(), True, cpu_group)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,47 @@
+"""Where numbers come from: the command, the versions, the commit and the machine that made them."""
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thoughtbubbles import __version__
+
+
+def provenance() -> dict[str, Any]:
+    """For a JSON file of results."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "command": sys.argv,
+        "versions": {"thoughtbubbles": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": platform.platform(),
+        "commit": commit(),
+    }
+
+
+@cache
+def commit() -> str | None:
+    """Of the code that runs; where it has come without its history, the environment's THOUGHTBUBBLES_COMMIT."""
+    if told := os.environ.get("THOUGHTBUBBLES_COMMIT"):
+        return told
+    home = Path(__file__).parents[2]
+    if not (home / ".git").exists():  # installed from a wheel: whatever repository it lies in is another one
+        return None
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(describe, cwd=home, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def device_name(device: str | torch.device) -> str:
+    """The GPU, or the processor's kind with its threads."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
