@@ -3,7 +3,7 @@
 python benchmarks/effect.py --data DIR       DIR: a folder made by `thoughtbubbles prepare` with the gpt2 tokenizer
 
 12 layers of width 512 (63.6M parameters), fork layers 3, 7, 11, r = 2, residual merge; 64 × 512 tokens a step, cosine
-to 10 % with 5 % warm-up: the training command with the options below. Held-out loss along the way goes to the results.
+to 10 % with 5 % warm-up: the training command with the options below. Validation losses on the way go to the results.
 """
 
 import argparse
@@ -46,14 +46,14 @@ def train(variant: str, data: Path, out: Path, *, steps: int, seed: int, lr: flo
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    curve = {line["step"]: next(iter(line["held_out"].values())) for line in lines if "held_out" in line}
+    curve = {line["step"]: next(iter(line["validation_loss"].values())) for line in lines if "validation_loss" in line}
     forks = [line["forks"] for line in lines if "forks" in line]
     return {
         "variant": variant,
         "seed": seed,
         "lr": options["optim.lr"],
         "steps": steps,
-        "held_out_loss": list(curve.values())[-1],
+        "validation_loss": list(curve.values())[-1],
         "curve": curve,
         "streams_per_token": [round(fork["streams"], 3) for fork in forks[-1]] if forks else [],
     }

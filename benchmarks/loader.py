@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from common import seconds, write_results
 
-from thoughtbubbles.data.loader import IGNORED, Batch, HeldOut, Loader, Source
+from thoughtbubbles.data.loader import IGNORED, Batch, Loader, Source, ValidationSet
 from thoughtbubbles.data.shards import Index, ShardWriter, write_index
 from thoughtbubbles.data.shuffle import GAMMA, mix64
 
@@ -97,13 +97,13 @@ def main() -> None:
         }
         for loader in loaders.values():
             check(loader, tokens)
-        held_out = HeldOut([a], rows=ROWS, n_tokens=N_TOKENS, verify=False)
+        validation = ValidationSet([a], rows=ROWS, n_tokens=N_TOKENS, verify=False)
         variants: dict[str, Callable[[], object]] = {
             name: lambda loader=loader: drain(loader.batch(n) for n in range(args.batches))  # type: ignore[misc]
             for name, loader in loaders.items()
         }
         variants["open and verify 40M tokens"] = lambda: Loader([a, b], rows=ROWS, n_tokens=N_TOKENS, seed=0)
-        variants["held-out"] = lambda: drain(held_out)
+        variants["validation"] = lambda: drain(validation)
         time = seconds(variants, device="cpu", repeats=args.repeats)
         lengths = np.concatenate([loaders["mixture of 3"].batch(n).lengths for n in range(args.batches)])
         in_use = float(lengths.mean()) / N_TOKENS
@@ -116,8 +116,8 @@ def main() -> None:
             "with_padding": round(slots / time["mixture of 3"] / 1e6, 1),
         },
         {
-            "case": "held-out",
-            "million_tokens_per_second": round(len(held_out) * ROWS * N_TOKENS / time["held-out"] / 1e6, 1),
+            "case": "validation",
+            "million_tokens_per_second": round(len(validation) * ROWS * N_TOKENS / time["validation"] / 1e6, 1),
         },
         {
             "case": "opening with verification",

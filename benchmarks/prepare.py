@@ -34,7 +34,7 @@ from pathlib import Path
 from thoughtbubbles.data.prepare import prepare
 if __name__ == "__main__":
     begin, begin_cpu = time.perf_counter(), time.process_time()
-    prepare((sys.argv[1],), out=Path(sys.argv[2]), processes=int(sys.argv[3]), held_out=0.0)
+    prepare((sys.argv[1],), out=Path(sys.argv[2]), processes=int(sys.argv[3]), val_fraction=0.0)
     seconds = time.perf_counter() - begin
     status = Path("/proc/self/status").read_text()  # a peak of its own, where ru_maxrss has the parent's in it
     main = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6

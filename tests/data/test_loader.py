@@ -1,4 +1,4 @@
-"""Batches: pure in (seed, n), without replacement within an epoch, exact shares, and every held-out target once."""
+"""Batches: pure in (seed, n), without replacement within an epoch, exact shares, and every validation target once."""
 
 from collections import Counter
 from math import ceil
@@ -13,9 +13,9 @@ from thoughtbubbles.data import loader as loader_module
 from thoughtbubbles.data.loader import (
     IGNORED,
     Batch,
-    HeldOut,
     Loader,
     Source,
+    ValidationSet,
     micro_steps,
     quotas,
     rows_of_rank,
@@ -303,13 +303,13 @@ def test_examples_are_counted_over_the_edges_of_parts(n, tmp_path, monkeypatch):
     monkeypatch.setattr(loader_module, "PART_EXAMPLES", 4)
     examples = numbered_examples(n)
     examples[-2] = ([n - 2, 100], [1, 0])  # without a target; the edge lies before it or behind it
-    held_out = HeldOut([Source(example_folder(tmp_path, examples))], n_tokens=5, rows=n)
-    (batch,) = held_out
+    validation = ValidationSet([Source(example_folder(tmp_path, examples))], n_tokens=5, rows=n)
+    (batch,) = validation
     expected = [i for i in range(n) if i != n - 2]
     assert batch.ids[: n - 1, 0].tolist() == expected
     assert batch.lengths[: n - 1].tolist() == [1 + i % 4 for i in expected]
     assert (batch.targets != IGNORED).sum(axis=1).tolist() == [*(1 + i % 4 for i in expected), 0]
-    assert held_out.n_excluded == 1
+    assert validation.n_excluded == 1
 
 
 def test_a_folder_whose_examples_teach_nothing_is_refused(tmp_path):
@@ -323,7 +323,7 @@ def test_a_folder_whose_examples_teach_nothing_is_refused(tmp_path):
         Loader([Source(tmp_path / "empty")], rows=1, n_tokens=4, seed=0)
 
 
-# --- held-out --------------------------------------------------------------------------------------
+# --- validation --------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
@@ -334,11 +334,13 @@ def test_a_folder_whose_examples_teach_nothing_is_refused(tmp_path):
     shard_tokens=st.integers(20, 90),
     max_tokens=st.none() | st.integers(1, 130),
 )
-def test_held_out_text_has_every_target_once_in_order(tmp_path_factory, size, n_tokens, rows, shard_tokens, max_tokens):
+def test_validation_text_has_every_target_once_in_order(
+    tmp_path_factory, size, n_tokens, rows, shard_tokens, max_tokens
+):
     folder = text_folder(tmp_path_factory.mktemp("text"), size, shard_tokens=shard_tokens)
-    held_out = HeldOut([Source(folder)], n_tokens=n_tokens, rows=rows, max_tokens=max_tokens)
+    validation = ValidationSet([Source(folder)], n_tokens=n_tokens, rows=rows, max_tokens=max_tokens)
     targets = []
-    for batch in held_out:
+    for batch in validation:
         assert batch.ids.shape == batch.targets.shape == (rows, n_tokens)
         for ids, target, length in zip(*batch[:3], strict=True):
             counted = target[target != IGNORED]
@@ -348,15 +350,15 @@ def test_held_out_text_has_every_target_once_in_order(tmp_path_factory, size, n_
             assert (ids[length:] == END).all()
             targets += counted.tolist()
     assert targets == list(range(1, min(size - 1, max_tokens or size) + 1))
-    assert len(held_out) == ceil(ceil(len(targets) / n_tokens) / rows)
+    assert len(validation) == ceil(ceil(len(targets) / n_tokens) / rows)
 
 
-def test_held_out_batches_are_of_one_source_and_of_constant_shape(mixture):
-    held_out = HeldOut(mixture, n_tokens=5, rows=4)
-    batches = list(held_out)
-    assert len(batches) == len(held_out) == ceil(66 / 4) + ceil(20 / 4) + ceil(7 / 4)
-    assert_same(held_out[3], batches[3])
-    assert_same(held_out[-1], batches[-1])
+def test_validation_batches_are_of_one_source_and_of_constant_shape(mixture):
+    validation = ValidationSet(mixture, n_tokens=5, rows=4)
+    batches = list(validation)
+    assert len(batches) == len(validation) == ceil(66 / 4) + ceil(20 / 4) + ceil(7 / 4)
+    assert_same(validation[3], batches[3])
+    assert_same(validation[-1], batches[-1])
     for batch in batches:
         assert len(set(batch.source.tolist())) == 1
         assert batch.ids.shape == (4, 5)
@@ -369,14 +371,14 @@ def test_held_out_batches_are_of_one_source_and_of_constant_shape(mixture):
     assert (last.targets[-1] == IGNORED).all()
     assert (last.ids[-1] == END).all()
     with pytest.raises(IndexError):
-        held_out[len(held_out)]
+        validation[len(validation)]
 
 
 def test_max_tokens_keeps_whole_examples(tmp_path):
     folder = example_folder(tmp_path, numbered_examples(6))  # 1, 2, 3, 4, 1, 2 targets
 
     def kept(max_tokens: int) -> list[int]:
-        batch = HeldOut([Source(folder)], n_tokens=5, rows=8, max_tokens=max_tokens)[0]
+        batch = ValidationSet([Source(folder)], n_tokens=5, rows=8, max_tokens=max_tokens)[0]
         return batch.ids[(batch.targets != IGNORED).any(axis=1), 0].tolist()
 
     assert kept(1) == [0]
@@ -414,7 +416,7 @@ def test_settings_are_checked(tmp_path):
     with pytest.raises(ValueError, match="a folder twice"):
         Loader([source, Source(folder, 0.5)], **good)
     with pytest.raises(ValueError, match="max_tokens = 0"):
-        HeldOut([source], n_tokens=4, rows=2, max_tokens=0)
+        ValidationSet([source], n_tokens=4, rows=2, max_tokens=0)
     loader = Loader([source], **good)
     for arguments in [(-1,), (0, 2), (0, 1, 2), (0, -1), (0, 0, 0)]:
         with pytest.raises(ValueError, match=r"give n >= 0 and rows out of 2"):

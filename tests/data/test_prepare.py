@@ -70,7 +70,7 @@ def corpus(tmp_path_factory):
     return write_lines(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", [{"text": text} for text in texts])
 
 
-CORPUS_OPTIONS = {"shard_tokens": 150_000, "held_out": 0.01}
+CORPUS_OPTIONS = {"shard_tokens": 150_000, "validation_loss": 0.01}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_text(tmp_path, capsys):
     texts += texts[:200]  # duplicates
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in [*texts, ""]])
     out = tmp_path / "out"
-    index = prepare((str(source),), out=out, tokenizer="bytes", processes=1, held_out=0.1, shard_tokens=50_000)
+    index = prepare((str(source),), out=out, tokenizer="bytes", processes=1, val_fraction=0.1, shard_tokens=50_000)
     assert (index.kind, index.tokenizer, index.end_of_text, index.vocab_size) == ("text", "bytes", 256, 257)
     assert [shard.n_tokens for shard in index.splits["train"][:-1]] == [50_000] * (len(index.splits["train"]) - 1)
 
@@ -114,7 +114,7 @@ def test_text(tmp_path, capsys):
 def test_examples(tmp_path):
     records = [{"question": f"{i} + {i}?", "answer": f"<<{i}+{i}={2 * i}>>#### {2 * i}"} for i in range(300)]
     source, out = write_lines(tmp_path / "a.jsonl", records), tmp_path / "out"
-    index = prepare((str(source),), out=out, processes=1, held_out=0.1, shard_tokens=1000)
+    index = prepare((str(source),), out=out, processes=1, val_fraction=0.1, shard_tokens=1000)
     assert index.kind == "examples"
     assert len(index.splits["train"]) > 2
     tok, said = tokenizer("gpt2"), []
@@ -129,20 +129,20 @@ def test_examples(tmp_path):
     assert sorted(said) == list(range(300))
 
 
-@pytest.mark.parametrize("held_out", [1e-9, 0.999999])
-def test_both_sides_have_a_document(held_out, tmp_path):
+@pytest.mark.parametrize("validation_loss", [1e-9, 0.999999])
+def test_both_sides_have_a_document(val_fraction, tmp_path):
     for name, texts, expected in [
         ("two", ["a", "a", "b", "a", "b"], {"train": 3, "val": 2}),
         ("one", ["a", "a"], {"train": 2, "val": 0}),
     ]:
         source = write_lines(tmp_path / f"{name}.jsonl", [{"text": text} for text in texts])
-        index = prepare((str(source),), out=tmp_path / name, tokenizer="bytes", processes=1, held_out=held_out)
+        index = prepare((str(source),), out=tmp_path / name, tokenizer="bytes", processes=1, val_fraction=val_fraction)
         assert index.notes["documents"] == expected
 
 
-def test_nothing_held_out_on_demand(tmp_path, capsys):
+def test_no_validation_on_demand(tmp_path, capsys):
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in random_texts(50)])
-    index = prepare((str(source),), out=tmp_path / "out", tokenizer="bytes", processes=1, held_out=0.0)
+    index = prepare((str(source),), out=tmp_path / "out", tokenizer="bytes", processes=1, val_fraction=0.0)
     assert index.notes["documents"] == {"train": 50, "val": 0}
     shown = capsys.readouterr().out
     assert "there is no split val, so training will have no validation loss; for one, give --val" in shown
@@ -194,13 +194,13 @@ def test_a_validation_set_as_it_is(tmp_path, capsys):
     assert documents(out, "val") == [*own, "the last"]
     assert index.notes["documents"] == {"train": 65, "val": 12}
     assert index.notes["settings"]["val"] == list(val)
-    assert index.notes["settings"]["held_out"] == 0
+    assert index.notes["settings"]["validation_loss"] == 0
     assert "val is very small (fewer than 10,000 tokens)" in capsys.readouterr().out
 
     assert prepare((str(train),), out=out, val=val, **options) == index
     with pytest.raises(ValueError, match=r"a prepared dataset with other settings \(val = \['.*last.txt'\]\)"):
         prepare((str(train),), out=out, val=val[:1], **options)
-    with pytest.raises(ValueError, match=r"other settings \(val = \['.*last.txt'\], held_out = 0.0\)"):
+    with pytest.raises(ValueError, match=r"other settings \(val = \['.*last.txt'\], val_fraction = 0.0\)"):
         prepare((str(train),), out=out, **options)
     last.write_text("other words")
     with pytest.raises(ValueError, match="of the same sources, but their files have changed since"):
@@ -261,8 +261,8 @@ def test_a_validation_set_that_would_not_be_one(tmp_path):
                 shard_tokens=1,
             )
         assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match=r"held_out = 0.1 and val = .*val.jsonl: .*leave one of the two out"):
-        prepare((str(train),), out=tmp_path / "out", val=(str(val),), held_out=0.1)
+    with pytest.raises(ValueError, match=r"val_fraction = 0.1 and val = .*val.jsonl: .*leave one of the two out"):
+        prepare((str(train),), out=tmp_path / "out", val=(str(val),), val_fraction=0.1)
 
 
 def test_an_empty_validation_set_is_told_before_the_long_work(tmp_path, monkeypatch):
@@ -316,7 +316,7 @@ sources.CHUNK_BYTES = 4000
 prepare.SAVE_SECONDS = 0
 folder = Path(sys.argv[1])
 options = dict(tokenizer="bytes", processes=1, shard_tokens=5_000)
-options |= dict(val=(str(folder / "val.jsonl"),)) if (folder / "val.jsonl").exists() else dict(held_out=0.2)
+options |= dict(val=(str(folder / "val.jsonl"),)) if (folder / "val.jsonl").exists() else dict(val_fraction=0.2)
 killed_at, seen = None, 0
 
 
@@ -484,8 +484,8 @@ def test_a_finished_folder_is_left_alone(tmp_path, capsys):
     assert prepare((str(source),), out=out, tokenizer="bytes", processes=1) == index
     assert capsys.readouterr().out.startswith(f"{out} is prepared already; nothing to do\n")
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
-    with pytest.raises(ValueError, match=r"holds a prepared dataset with other settings \(held_out = 0.005\)"):
-        prepare((str(source),), out=out, tokenizer="bytes", processes=1, held_out=0.1)
+    with pytest.raises(ValueError, match=r"holds a prepared dataset with other settings \(val_fraction = 0.005\)"):
+        prepare((str(source),), out=out, tokenizer="bytes", processes=1, val_fraction=0.1)
     write_lines(source, [{"text": "a"}, {"text": "bb"}])
     with pytest.raises(ValueError, match="of the same sources, but their files have changed since"):
         prepare((str(source),), out=out, tokenizer="bytes", processes=1)
@@ -596,7 +596,7 @@ def test_shards_that_were_written_before_must_still_be_there(harm, tmp_path, mon
     good = [{"text": text} for text in random_texts(40)]
     for name, last in (("finished", {"text": "z"}), ("half", {"txt": 0})):
         source, out = write_lines(tmp_path / f"{name}.jsonl", [*good, last]), tmp_path / name
-        given = {"out": out, "tokenizer": "bytes", "processes": 1, "shard_tokens": 100, "held_out": 0.0}
+        given = {"out": out, "tokenizer": "bytes", "processes": 1, "shard_tokens": 100, "validation_loss": 0.0}
         with suppress(ValueError):
             prepare((str(source),), **given)
         harm(out / "train-00001.bin")
@@ -735,8 +735,8 @@ def test_empty_input(content, tmp_path):
     [
         ({"tokenizer": "gpt5"}, "tokenizer = 'gpt5': choose from gpt2, bytes"),
         ({"processes": 0}, "processes = 0: give 1 or more"),
-        ({"held_out": 1.0}, "held_out = 1.0: give a share of the documents from 0 to below 1"),
-        ({"held_out": float("nan")}, "held_out = nan"),
+        ({"validation_loss": 1.0}, "val_fraction = 1.0: give a share of the documents from 0 to below 1"),
+        ({"validation_loss": float("nan")}, "val_fraction = nan"),
         ({"shard_tokens": 0}, "shard_tokens = 0: give at least 1 token"),
         ({"limit": 0}, "limit = 0: give 1 document or more"),
         ({"limit": 2**63}, f"limit = {2**63}: give 1 document or more, up to"),
@@ -745,10 +745,10 @@ def test_empty_input(content, tmp_path):
         ({"processes": "2"}, "processes = '2': give 1 or more"),
         ({"shard_tokens": 10**30}, r"shard_tokens = 10{30}: give at least 1 token a shard, up to 4,294,967,296"),
         ({"shard_tokens": 1e6}, "shard_tokens = 1000000.0: give"),
-        ({"held_out": 10**400}, "held_out = 10+…0+: give a share"),
-        ({"held_out": -0.1}, "held_out = -0.1: give a share"),
-        ({"held_out": True}, "held_out = True: give a share"),
-        ({"held_out": "0.1"}, "held_out = '0.1': give a share"),
+        ({"validation_loss": 10**400}, "val_fraction = 10+…0+: give a share"),
+        ({"validation_loss": -0.1}, "val_fraction = -0.1: give a share"),
+        ({"validation_loss": True}, "val_fraction = True: give a share"),
+        ({"validation_loss": "0.1"}, "val_fraction = '0.1': give a share"),
         ({"val": "a.jsonl"}, "val = 'a.jsonl': give a tuple of files"),
         ({"val": (Path("a"),)}, r"val = \(PosixPath\('a'\),\): give a tuple of files"),
         ({"tokenizer": ["gpt2"]}, r"tokenizer = \['gpt2'\]: choose from gpt2, bytes"),
@@ -770,12 +770,15 @@ def test_mistakes_at_the_door(options, message, tmp_path, no_shape_checks):
         (["--processes", "2.5"], "--processes"),
         (["--shard-tokens", "9" * 30], "shard_tokens = 9"),
         (["--shard-tokens", "9" * 5000], "--shard-tokens"),
-        (["--held-out", "1e999"], "held_out = inf: give a share"),
-        (["--held-out", "much"], "--held-out"),
+        (["--val-fraction", "1e999"], "val_fraction = inf: give a share"),
+        (["--val-fraction", "much"], "--val-fraction"),
         (["--limit", "-1"], "limit = -1: give 1 document or more"),
         (["--val", "gone.jsonl"], "gone.jsonl is neither a file or folder here"),
         (["--val", "x" * 5000], "cannot be used (File name too long)"),
-        (["--val", "b.jsonl", "--held-out", "0"], "held_out = 0.0 and val = b.jsonl: with a validation set nothing"),
+        (
+            ["--val", "b.jsonl", "--val-fraction", "0"],
+            "val_fraction = 0.0 and val = b.jsonl: with --val all else is training data",
+        ),
     ],
 )
 def test_mistakes_on_the_command_line(options, message, tmp_path, monkeypatch, capsys):

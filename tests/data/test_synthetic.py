@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from thoughtbubbles.data.loader import HeldOut, Loader, Source
+from thoughtbubbles.data.loader import Loader, Source, ValidationSet
 from thoughtbubbles.data.shards import open_dataset, read_index
-from thoughtbubbles.data.stdlib import is_held_out, write_stdlib
+from thoughtbubbles.data.stdlib import is_validation, write_stdlib
 from thoughtbubbles.data.synthetic import document, documents, encode, write_once, write_synthetic
 
 END = 256
@@ -78,7 +78,7 @@ def test_a_synthetic_folder_can_be_trained_on(tmp_path):
     loader.check_vocab(257)
     assert loader.tokenizer == "bytes"
     assert loader.batch(0).ids.max() <= END
-    assert sum(int((batch.targets >= 0).sum()) for batch in HeldOut(loader.sources, n_tokens=64, rows=4)) == 999
+    assert sum(int((batch.targets >= 0).sum()) for batch in ValidationSet(loader.sources, n_tokens=64, rows=4)) == 999
 
 
 def test_writing_again_does_nothing_and_other_data_is_refused(tmp_path):
@@ -163,8 +163,8 @@ def test_the_standard_library_as_data(tmp_path):
     assert read_index(folder).notes["python"] == ".".join(map(str, sys.version_info[:3]))
     assert 1_000_000 < sum(len(text.encode()) for text in train + val) < 5_000_000
     assert len(set(train + val)) == len(train) + len(val) > 300
-    assert all(map(is_held_out, val))
-    assert not any(map(is_held_out, train))
+    assert all(map(is_validation, val))
+    assert not any(map(is_validation, train))
     assert 5 < len(val) < len(train) / 8
     everything = "\n".join(train + val)
     assert "The “for” statement" in everything or 'The "for" statement' in everything  # a help topic

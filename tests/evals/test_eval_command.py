@@ -12,7 +12,7 @@ import torch
 from helpers import BFLOAT16, SAME_FUNCTION, SAME_ROW, SAME_ROW_FLOAT32
 from thoughtbubbles.checkpoint import load, load_folder_tokenizer, save_model
 from thoughtbubbles.cli import main
-from thoughtbubbles.data.loader import HeldOut, Source
+from thoughtbubbles.data.loader import Source, ValidationSet
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.autoregressive import through_cache, without_cache
@@ -138,15 +138,15 @@ def test_a_plain_model_has_no_budget(trained, corpus, tmp_path, capsys):
 
 def test_windows_are_spread_over_the_split_and_all_of_it_is_there_when_asked_for(trained, corpus):
     config, tokenizer = load(trained["tiny"]).config, load_folder_tokenizer(trained["tiny"])
-    held_out = HeldOut([Source(corpus)], rows=1, n_tokens=12)
+    validation = ValidationSet([Source(corpus)], rows=1, n_tokens=12)
     settings = Evaluation(checkpoint=trained["tiny"], data=corpus, windows=4)
     few = windows_for(settings, config, tokenizer)
-    rows = [i * len(held_out) // 4 for i in range(4)]
-    assert few.ids.tolist() == [held_out[i].ids[0].tolist() for i in rows]
+    rows = [i * len(validation) // 4 for i in range(4)]
+    assert few.ids.tolist() == [validation[i].ids[0].tolist() for i in rows]
     assert few.targets[:, :-1].tolist() == few.ids[:, 1:].tolist()
     every = windows_for(replace(settings, windows=10**6), config, tokenizer)
-    assert len(every.ids) == len(held_out)
-    assert int(every.counted.sum()) == sum(int((batch.targets != -100).sum()) for batch in held_out)
+    assert len(every.ids) == len(validation)
+    assert int(every.counted.sum()) == sum(int((batch.targets != -100).sum()) for batch in validation)
     assert 1 <= int(every.lengths[-1]) < 12  # the last window is shorter
     train_split = windows_for(replace(settings, split="train"), config, tokenizer)
     assert not torch.equal(train_split.ids, few.ids)
@@ -166,13 +166,13 @@ def test_mistakes(trained, corpus, tmp_path, capsys):
     checkpoint, text = str(trained["tiny"]), tmp_path / "some.txt"
     text.write_text("some text")
     other = tmp_path / "other"
-    main(["prepare", str(text), "--out", str(other), "--held-out", "0.0", "--tokenizer", "gpt2"])
+    main(["prepare", str(text), "--out", str(other), "--val-fraction", "0.0", "--tokenizer", "gpt2"])
     save_model(tmp_path / "bare", load(checkpoint))
     shard = next(corpus.glob("val-*.bin"))
     for arguments, message in (
         (["--tasks", "perplexitty"], "--tasks perplexitty: there is no such task; did you mean perplexity?"),
         (["--tasks", "xyz"], "--tasks xyz: there is no such task; choose from all, zero-shot, perplexity, lambada"),
-        ([], "--data is missing: perplexity needs held-out text; give a folder that `thoughtbubbles prepare` wrote"),
+        ([], "--data is missing: perplexity needs validation text; give a folder that `thoughtbubbles prepare` wrote"),
         (["--data", str(text)], f"is a file: prepare it first: thoughtbubbles prepare {text} --out DIR"),
         (["--data", str(shard)], f"is a file: give its folder, {corpus}"),
         (["--data", str(tmp_path / "nowhere")], "is not a prepared dataset"),

@@ -420,7 +420,7 @@ def test_one_that_cannot_run_does_not_cancel_the_others(checkpoint, questions, c
             str(tmp_path / "gpt2"),
             "--tokenizer",
             "gpt2",
-            "--held-out",
+            "--val-fraction",
             "0",
         ]
     )

@@ -217,7 +217,7 @@ def commands(folder: Path) -> Sequence[CallBase]:
             folder / "results",
         ),
         (
-            {"prepare": text, "--tokenizer": "bytes", "--held-out": 0.1, "--shard-tokens": 9, "--limit": 1}
+            {"prepare": text, "--tokenizer": "bytes", "--val-fraction": 0.1, "--shard-tokens": 9, "--limit": 1}
             | {"--processes": 1},
             nowhere,
         ),

@@ -15,7 +15,7 @@ from packed import PACKINGS
 
 from thoughtbubbles.data import shards as form
 from thoughtbubbles.data.encode import encode_chunk
-from thoughtbubbles.data.loader import Batch, HeldOut, Loader, Source
+from thoughtbubbles.data.loader import Batch, Loader, Source, ValidationSet
 from thoughtbubbles.data.output import JOURNAL
 from thoughtbubbles.data.prepare import prepare
 from thoughtbubbles.data.shards import INDEX, Header, Index, ShardWriter, open_dataset, write_index
@@ -70,11 +70,11 @@ def prepared(folder: Path, kind: Any) -> Path:
 def batches(path: Path, *, verify: bool) -> int:
     """What training and its evaluation see of a folder."""
     loader = Loader([Source(path)], rows=4, n_tokens=8, seed=0, verify=verify)
-    held_out = HeldOut([Source(path)], rows=4, n_tokens=8, verify=verify)
+    validation = ValidationSet([Source(path)], rows=4, n_tokens=8, verify=verify)
     loader.check_vocab(260)
-    held_out.check_vocab(260)
+    validation.check_vocab(260)
     facts = [(fact.kind, fact.n_tokens, fact.rows_per_epoch, fact.n_excluded) for fact in loader.describe()]
-    return zlib.crc32(repr((loader.tokenizer, facts)).encode(), _sum([loader.batch(0), loader.batch(7), *held_out]))
+    return zlib.crc32(repr((loader.tokenizer, facts)).encode(), _sum([loader.batch(0), loader.batch(7), *validation]))
 
 
 def _sum(found: Sequence[Batch]) -> int:
@@ -142,7 +142,7 @@ def journal(folder: Path) -> Sequence[FileBase]:
 
 def finish(sources: tuple[str, ...], out: Path) -> int:
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        prepare(sources, out=out, tokenizer="bytes", processes=1, held_out=0.5, shard_tokens=200)
+        prepare(sources, out=out, tokenizer="bytes", processes=1, val_fraction=0.5, shard_tokens=200)
     found = [shard.tokens for split in ("train", "val") for shard in open_dataset(out, split=split).shards]
     return zlib.crc32(np.concatenate(found).data)
 

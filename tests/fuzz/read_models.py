@@ -153,7 +153,7 @@ def cards(folder: Path) -> Sequence[FileBase]:
     """A checkpoint inside its run, with what was measured; and an export that has a card already."""
     run, model = folder / "run", folder / "run" / "step-00000080" / "model"
     save_model(model, small_model(), tokenizer=tokenizer("bytes"))
-    lines = [{"step": 80, "tokens": 8000, "loss": 3.3}, {"step": 80, "held_out": {"books": 3.03, "web": 3.13}}]
+    lines = [{"step": 80, "tokens": 8000, "loss": 3.3}, {"step": 80, "validation_loss": {"books": 3.03, "web": 3.13}}]
     described = {"config": {"name": "first", "data": {"mixture": ["data/books"]}}, "versions": {"torch": "9"}}
     (run / "run.json").write_text(json.dumps(described))
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -53,9 +53,9 @@ def finished(tmp_path_factory) -> Path:
     }
     lines = [
         {"step": 40, "tokens": 4000, "loss": 4.4},
-        {"step": 40, "held_out": {"books": 4.04}},
+        {"step": 40, "validation_loss": {"books": 4.04}},
         {"step": 80, "tokens": 8000, "loss": 3.3},
-        {"step": 80, "held_out": {"books": 3.03, "web": 3.13}},
+        {"step": 80, "validation_loss": {"books": 3.03, "web": 3.13}},
     ]
     corpus = folder.parent / "corpus"
     write_synthetic(corpus, n_tokens=4_000, seed=0)
@@ -386,8 +386,8 @@ def test_the_card_tells_the_runs_own_numbers(tmp_path, run):
         "| steps | 80 |",
         "| tokens | 8,000 |",
         "| training loss of the last step (nats) | 3.3000 |",
-        "| held-out loss (nats), books | 3.0300 |",
-        "| held-out loss (nats), web | 3.1300 |",
+        "| validation loss (nats), books | 3.0300 |",
+        "| validation loss (nats), web | 3.1300 |",
         "| recipe | first\\|try |",
         "| data | books, web |",
         "Results of `thoughtbubbles eval`.",
@@ -447,7 +447,7 @@ def test_several_budgets_are_lines_of_their_own(run):
 
 
 DAMAGE = ["", "{", "[1]", "null", "[" * 10**5, "1" * 5000, '{"a": ' * 10**5, '"x"', "\0", '{"step": "x"}']
-DAMAGE += ['{"config": [1], "versions": 3}', '{"config": {"data": 7}}', '{"step": 80, "held_out": {"a": []}}']
+DAMAGE += ['{"config": [1], "versions": 3}', '{"config": {"data": 7}}', '{"step": 80, "validation_loss": {"a": []}}']
 
 
 def test_damaged_files_of_a_run_are_as_good_as_none(run):
@@ -479,9 +479,9 @@ def test_damaged_fields_of_results_are_as_good_as_none(run):
 
 def test_half_a_line_of_metrics_is_one_line_less(tmp_path, run):
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 80, "held_out": {"bo')
+        file.write('{"step": 80, "validation_loss": {"bo')
     text = (export(run, out=tmp_path / "out") / "README.md").read_text()
-    assert "| held-out loss (nats), books | 3.0300 |" in text
+    assert "| validation loss (nats), books | 3.0300 |" in text
     assert "| tokens | 8,000 |" in text
 
 

@@ -17,7 +17,7 @@ def test_the_demo_shows_all_it_promises(tmp_path):
     out = tmp_path / "demo"
     shown = run_command("demo", "--out", str(out), "--tokens", "8192")
     assert shown.returncode == 0, shown.stderr
-    for expected in ("held-out loss", "tokens/s", "streams a token", "A sample, with its bubbles", "checkpoint:"):
+    for expected in ("validation loss", "tokens/s", "streams a token", "A sample, with its bubbles", "checkpoint:"):
         assert expected in shown.stdout
     for name, words in NAMES.items():
         assert words in shown.stdout
@@ -57,7 +57,7 @@ def test_colours_tell_the_streams():
 )
 def test_the_verdict_follows_the_numbers(bubbles, plain, words):
     runs = [
-        {"demo-bubbles": {"held_out_loss": b}, "demo-plain": {"held_out_loss": p}}
+        {"demo-bubbles": {"validation_loss": b}, "demo-plain": {"validation_loss": p}}
         for b, p in zip(bubbles, plain, strict=True)
     ]
     assert words in verdict({"machine": "here", "runs": runs})

@@ -36,7 +36,7 @@ def test_every_recipe_takes_a_step(name, corpus, tmp_path):
     config = reduced(recipe(name), tmp_path / "run")
     result = train(replace(config, data=DataConfig(mixture=(str(corpus),))))
     assert result.finished
-    assert torch.isfinite(torch.tensor(result.held_out["corpus"]))
+    assert torch.isfinite(torch.tensor(result.validation_loss["corpus"]))
 
 
 @pytest.mark.parametrize("corpus_name", ["owt", "pes2o"])

@@ -52,18 +52,18 @@ def test_golden_losses(form, tmp_path):
     """Float64, so that they hold on every machine: a change that should not change numbers must not."""
     found, expected = golden(form, tmp_path), json.loads(GOLDEN_FILE.read_text())[form]
     assert found["losses"] == pytest.approx(expected["losses"], abs=GOLDEN)
-    assert found["held_out"] == pytest.approx(expected["held_out"], abs=GOLDEN)
+    assert found["validation_loss"] == pytest.approx(expected["validation_loss"], abs=GOLDEN)
 
 
 def test_order_and_what_is_left_behind(tmp_path):
     out = tmp_path / "run"
     result = train(small_run(out, steps=8, save_milestones=(0.25,), save_every=4))
     kinds = [
-        (line["step"], next(k for k in ("loss", "saving", "held_out", "held_out_sample") if k in line))
+        (line["step"], next(k for k in ("loss", "saving", "validation_loss", "sample") if k in line))
         for line in metrics(out)
     ]
     at_four = [kind for step, kind in kinds if step == 4]
-    assert at_four == ["loss", "saving", "held_out", "held_out_sample"]
+    assert at_four == ["loss", "saving", "validation_loss", "sample"]
     assert [step for step, kind in kinds if kind == "loss"] == list(range(1, 9))
     assert {folder.name for folder in out.glob("step-*")} == {"step-00000002", "step-00000004", "step-00000008"}
     assert not list(out.glob(".*"))
@@ -84,7 +84,7 @@ def test_order_and_what_is_left_behind(tmp_path):
     model = thoughtbubbles.load(out)
     assert model.config == small_run(out).model
     assert load_folder_tokenizer(out).name == "bytes"
-    assert result.held_out.keys() == {"corpus"}
+    assert result.validation_loss.keys() == {"corpus"}
 
 
 def test_milestones_outlive_the_last_k(tmp_path):
@@ -116,7 +116,7 @@ def test_activation_checkpointing_changes_nothing(tmp_path):
 def test_bf16_learns(tmp_path):
     result = train(small_run(tmp_path / "run", steps=4, compute_precision="bf16"))
     exact = train(small_run(tmp_path / "exact", steps=4))
-    assert result.held_out["corpus"] == pytest.approx(exact.held_out["corpus"], rel=1e-2)
+    assert result.validation_loss["corpus"] == pytest.approx(exact.validation_loss["corpus"], rel=1e-2)
     weights = thoughtbubbles.load(tmp_path / "run").state_dict().values()
     assert all(weight.dtype == torch.float32 for weight in weights)
 
@@ -192,7 +192,7 @@ def test_sources_of_one_name_keep_their_losses(tmp_path):
         small_corpus(tmp_path / parent / "run")
     mixture = (f"{tmp_path}/a/corpus=0.5", f"{tmp_path}/b/corpus=0.5")
     result = train(small_run(tmp_path / "run", steps=1, data_mixture=mixture))
-    assert result.held_out.keys() == {f"{tmp_path}/a/corpus", f"{tmp_path}/b/corpus", "mixture"}
+    assert result.validation_loss.keys() == {f"{tmp_path}/a/corpus", f"{tmp_path}/b/corpus", "mixture"}
 
 
 def test_one_process_a_folder(tmp_path):
@@ -214,7 +214,7 @@ def test_the_data_may_be_moved_while_a_run_works_on_it(tmp_path):
     trainer = Trainer(config, CPU)
     (tmp_path / "corpus").rename(tmp_path / "elsewhere")
     assert trainer.run().finished
-    assert any("held_out_sample" in line for line in metrics(tmp_path / "run"))
+    assert any("sample" in line for line in metrics(tmp_path / "run"))
 
 
 class Slow(Bytes):
@@ -298,7 +298,7 @@ def test_tensorboard(tmp_path):
     assert [round(event.value, 4) for event in events.Scalars("loss")] == [
         round(x, 4) for x in losses(tmp_path / "run")
     ]
-    assert events.Scalars("held_out/corpus")
+    assert events.Scalars("validation_loss/corpus")
     forks = {tag for tag in events.Tags()["scalars"] if tag.startswith("forks")}
     parts = ("streams", "dropped", "scores/p10", "scores/p50", "scores/p90")
     assert forks == {f"forks/layer-{layer}/{part}" for layer in (1, 3) for part in parts}  # names, not indices

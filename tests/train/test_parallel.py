@@ -36,8 +36,10 @@ def assert_close(a: Path, b: Path, *, steps: int, atol: float = SAME_TRAINING) -
     # AdamW and Muon would hide gradients that are all too large by one factor: their norms do not.
     norms = [torch.tensor([line["gradient_norm"] for line in metrics(x) if "gradient_norm" in line]) for x in (a, b)]
     torch.testing.assert_close(*norms, atol=atol, rtol=atol)
-    held_out = [[line["held_out"]["corpus"] for line in metrics(x) if "held_out" in line] for x in (a, b)]
-    torch.testing.assert_close(torch.tensor(held_out[0]), torch.tensor(held_out[1]), atol=atol, rtol=0)
+    validation = [
+        [line["validation_loss"]["corpus"] for line in metrics(x) if "validation_loss" in line] for x in (a, b)
+    ]
+    torch.testing.assert_close(torch.tensor(validation[0]), torch.tensor(validation[1]), atol=atol, rtol=0)
     ours, theirs = (tensors(x / f"step-{steps:08d}" / "model") for x in (a, b))
     assert ours.keys() == theirs.keys()
     for name in ours:

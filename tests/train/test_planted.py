@@ -54,7 +54,7 @@ def test_a_signal_in_the_last_step_is_no_failure(tmp_path, handlers):
     at_step(trainer, 2, signalled(signal.SIGTERM))
     result = trainer.run()
     assert (result.finished, result.exit_code) == (True, 0)
-    assert result.held_out.keys() == {"corpus"}
+    assert result.validation_loss.keys() == {"corpus"}
 
 
 def test_handlers_come_back_when_a_run_fails(tmp_path, handlers):

@@ -112,7 +112,7 @@ def test_a_finished_run_stays_as_it_is(tmp_path):
     first = train(small_run(tmp_path / "run"))
     before = metrics(tmp_path / "run")
     again = train(small_run(tmp_path / "run"), resume=True)
-    assert again.held_out == first.held_out
+    assert again.validation_loss == first.validation_loss
     assert metrics(tmp_path / "run") == before
 
 

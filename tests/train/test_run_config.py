@@ -1,5 +1,6 @@
 """RunConfig refuses what cannot run; the schedules go where they should."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 
@@ -8,8 +9,8 @@ import torch
 
 from helpers import lively_model, small_config
 from thoughtbubbles.distributed import find_device
-from thoughtbubbles.train.config import OptimConfig, differences
-from thoughtbubbles.train.fields import read_count
+from thoughtbubbles.train.config import OptimConfig, RunConfig, differences
+from thoughtbubbles.train.fields import from_record, read_count
 from thoughtbubbles.train.optim import Optimizer, learning_rate
 from train.runs import small_run
 
@@ -152,8 +153,13 @@ def test_differences_ignore_where_a_run_happens(tmp_path):
     assert differences(base.as_dict(), moved.as_dict()) == []
     other = small_run(tmp_path / "a", optim_lr=1.0, seed=3)
     assert differences(base.as_dict(), other.as_dict()) == ["optim.lr was 0.002, is 1.0", "seed was 0, is 3"]
-    narrow = replace(base, compute=replace(base.compute, residual="bf16"))
-    before = base.as_dict()
-    del before["compute"]["residual"]  # a run from before there was a choice
-    assert differences(before, base.as_dict()) == []
-    assert differences(before, narrow.as_dict()) == ["compute.residual was 'float32', is 'bf16'"]
+
+
+def test_runs_of_before_are_read(tmp_path):
+    """Fields had other names, and one did not exist."""
+    base = small_run(tmp_path / "a", compute_micro_batch_size=2, compute_activation_checkpointing=True)
+    before = json.loads(json.dumps(base.as_dict()))
+    before["compute"]["micro_rows"] = before["compute"].pop("micro_batch_size")
+    before["compute"]["recompute"] = before["compute"].pop("activation_checkpointing")
+    del before["compute"]["residual"]
+    assert from_record(RunConfig, before, where="run.json") == base

@@ -41,7 +41,7 @@ def folders(tmp_path) -> dict[str, Path]:
     return found
 
 
-OPTIONS = ("--tokenizer", "bytes", "--held-out", "0.2", "--processes", "1")
+OPTIONS = ("--tokenizer", "bytes", "--val-fraction", "0.2", "--processes", "1")
 
 
 def test_pretraining_then_midtraining(folders, tmp_path):
@@ -55,8 +55,10 @@ def test_pretraining_then_midtraining(folders, tmp_path):
         small_run(tmp_path / "second", steps=8, data_mixture=mixture, init_from=first, optim_warmup=0.0, optim_lr=1e-3)
     )
     assert second.finished
-    assert second.held_out.keys() == {*shares, "mixture"}
-    assert second.held_out["mixture"] == pytest.approx(sum(shares[name] * second.held_out[name] for name in shares))
+    assert second.validation_loss.keys() == {*shares, "mixture"}
+    assert second.validation_loss["mixture"] == pytest.approx(
+        sum(shares[name] * second.validation_loss[name] for name in shares)
+    )
     begun = thoughtbubbles.load(first).state_dict()["embedding.weight"]
     ended = thoughtbubbles.load(second.folder).state_dict()["embedding.weight"]
     assert 0 < (begun - ended).abs().max() < 0.05  # it went on from there: fresh weights would differ by more
@@ -69,7 +71,7 @@ def test_real_text(tmp_path):
     folder = os.environ.get("THOUGHTBUBBLES_DATA")
     if not folder:
         pytest.skip("THOUGHTBUBBLES_DATA names no folder: this test prepares its pretrain/val.jsonl.xz")
-    prepare((f"{folder}/pretrain/val.jsonl.xz",), out=tmp_path / "val", held_out=0.05)
+    prepare((f"{folder}/pretrain/val.jsonl.xz",), out=tmp_path / "val", val_fraction=0.05)
     base = recipe("150m-r2-owt")
     config = replace(
         base,
@@ -83,6 +85,6 @@ def test_real_text(tmp_path):
         eval=replace(base.eval, tokens=1024, sample_tokens=4),
     )
     result = train(config)
-    assert result.held_out["val"] < 10.8  # a model that knows nothing has log 50304 = 10.83
+    assert result.validation_loss["val"] < 10.8  # a model that knows nothing has log 50304 = 10.83
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
-    assert any("held_out_sample" in line for line in metrics(tmp_path / "run"))
+    assert any("sample" in line for line in metrics(tmp_path / "run"))

@@ -94,7 +94,7 @@ def test_activation_checkpointing_with_bfloat16_products(tmp_path):
     """The backward computes blocks again, with the same rounded weights."""
     plain = small_run(tmp_path / "plain", steps=3, compute_precision="bf16")
     again = replace(plain, out=tmp_path / "again", compute=replace(plain.compute, activation_checkpointing=True))
-    a, b = (train(config).held_out["corpus"] for config in (plain, again))
+    a, b = (train(config).validation_loss["corpus"] for config in (plain, again))
     assert abs(a - b) < BFLOAT16
 
 
@@ -110,7 +110,7 @@ def test_a_residual_in_bfloat16(merge, tmp_path):
     with trainer.products():
         streams = trainer.model(ids).streams
     assert (streams.x.dtype, streams.log_score.dtype) == (torch.bfloat16, torch.float32)
-    a, b = (train(config).held_out["corpus"] for config in (wide, narrow))
+    a, b = (train(config).validation_loss["corpus"] for config in (wide, narrow))
     assert a != b
     assert abs(a - b) < BFLOAT16
 

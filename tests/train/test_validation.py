@@ -42,14 +42,14 @@ def test_a_folder_without_validation_trains_and_resumes(folders, tmp_path, capfd
     options = {"steps": 4, "save_every": 2, "save_keep": 9, "data_mixture": (str(folders["train_only"]),)}
     result = train(small_run(tmp_path / "run", **options))
     assert result.finished
-    assert result.held_out == {}
+    assert result.validation_loss == {}
     assert f"no validation loss: {folders['train_only']} has no val split" in capfd.readouterr().err
     before = metrics(tmp_path / "run")
-    assert not any("held_out" in line for line in before)
+    assert not any("validation_loss" in line for line in before)
     prompts = {line["prompt"] for line in before if "prompt" in line}
     assert prompts == {"ab ab cd ab ab c"}  # of the training text, where there is no other
     shutil.rmtree(result.checkpoint)
-    assert train(small_run(tmp_path / "run", **options), resume=True).held_out == {}
+    assert train(small_run(tmp_path / "run", **options), resume=True).validation_loss == {}
     assert metrics(tmp_path / "run") == before
 
 
@@ -57,15 +57,17 @@ def test_another_folder_for_validation(folders, tmp_path, capfd):
     """In place of the sources' own: its val split, or all of it where it has none."""
     corpus = small_corpus(tmp_path / "run")
     options = {"steps": 1, "data_mixture": (str(corpus),), "eval_sample_tokens": 0}
-    own = train(small_run(tmp_path / "own", **options)).held_out
+    own = train(small_run(tmp_path / "own", **options)).validation_loss
     assert own.keys() == {"corpus"}
     assert "very small (2,000 tokens)" in capfd.readouterr().err
     val = (str(folders["both"]), str(folders["train_only"]), str(corpus))
     result = train(small_run(tmp_path / "run", **options, data_val=val))
-    assert result.held_out.keys() == {"both", "train_only", "corpus"}  # no mixture: these have no shares
-    assert result.held_out["corpus"] == own["corpus"]
-    assert result.held_out["both"] == pytest.approx(result.held_out["train_only"], abs=1e-3)  # of the same words
-    assert abs(result.held_out["both"] - own["corpus"]) > 1e-2
+    assert result.validation_loss.keys() == {"both", "train_only", "corpus"}  # no mixture: these have no shares
+    assert result.validation_loss["corpus"] == own["corpus"]
+    assert result.validation_loss["both"] == pytest.approx(
+        result.validation_loss["train_only"], abs=1e-3
+    )  # of the same words
+    assert abs(result.validation_loss["both"] - own["corpus"]) > 1e-2
     said = capfd.readouterr().err
     assert "validation split of both" not in said  # it has 12,000 tokens
     assert "validation split of train_only is very small (9,000 tokens)" in said
@@ -75,7 +77,7 @@ def test_another_folder_for_validation(folders, tmp_path, capfd):
 def test_some_sources_without_validation(folders, tmp_path, capfd):
     mixture = (str(folders["both"]), str(folders["train_only"]))
     result = train(small_run(tmp_path / "run", steps=1, data_mixture=mixture))
-    assert result.held_out.keys() == {"both"}  # and no mixture: part of it is unknown
+    assert result.validation_loss.keys() == {"both"}  # and no mixture: part of it is unknown
     assert f"no validation loss for {folders['train_only']}, which has no val split" in capfd.readouterr().err
 
 
@@ -101,6 +103,6 @@ def test_samples_begin_as_the_data_does_unless_told(folders, tmp_path):
     train(small_run(tmp_path / "run", steps=1, data_mixture=mixture))
     found = [line for line in metrics(tmp_path / "run") if "prompt" in line]
     assert [line["prompt"] for line in found] == ["ab ab cd ab ab c", "copy zzb: zzb\n77"]
-    assert all(line["held_out_sample"].startswith(line["prompt"]) for line in found)
+    assert all(line["sample"].startswith(line["prompt"]) for line in found)
     train(small_run(tmp_path / "told", steps=1, eval_prompts=("12+",)))
     assert [line["prompt"] for line in metrics(tmp_path / "told") if "prompt" in line] == ["12+"]

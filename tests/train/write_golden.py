@@ -26,7 +26,7 @@ def golden_run(form: str, folder: Path) -> RunConfig:
 
 def golden(form: str, folder: Path) -> dict[str, object]:
     result = train(golden_run(form, folder))
-    return {"losses": losses(folder / form), "held_out": result.held_out["synthetic"]}
+    return {"losses": losses(folder / form), "validation_loss": result.validation_loss["synthetic"]}
 
 
 if __name__ == "__main__":

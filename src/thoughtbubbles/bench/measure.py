@@ -24,11 +24,11 @@ from thoughtbubbles.bench.cases import SEED, Case, draw
 from thoughtbubbles.bench.check import Agreement, Rows, WrongResult, compare, reference_of, require
 from thoughtbubbles.data.loader import Batch
 from thoughtbubbles.distributed import World
-from thoughtbubbles.evals.heldout import to_device
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import ComputeConfig, OptimConfig
+from thoughtbubbles.train.data import to_device
 from thoughtbubbles.train.kernel_warmup import warm_up_kernels
 from thoughtbubbles.train.optim import Optimizer
 from thoughtbubbles.train.parallel import find_precision, parallelize, uses_graph

@@ -25,7 +25,7 @@ class Encoded(NamedTuple):
     mask: np.ndarray  # bool, for the tokens of examples: this is something that the model must say
     n_tokens: np.ndarray  # of each document
     n_bytes: np.ndarray  # of text in each document
-    key: np.ndarray  # uint64: equal for documents that must stay together when some are held out
+    key: np.ndarray  # uint64: equal for documents that must stay together, in training or in validation data
     skipped: int  # records in which there was nothing to learn
     error: str | None  # what is wrong with the record after the last document
 

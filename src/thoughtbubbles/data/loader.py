@@ -1,4 +1,4 @@
-"""Batches for training and for held-out loss. Batch n is a pure function of (seed, n): nothing is remembered.
+"""Batches for training and for validation loss. Batch n is a pure function of (seed, n): nothing is remembered.
 
     row i of the run      i = n · rows + j; in every period of rows each source has exactly its share, in shuffled order
     k-th row of a source  item k mod N of epoch k // N, out of N items shuffled afresh for every epoch
@@ -328,8 +328,8 @@ def quotas(weights: Sequence[float]) -> list[int]:
     return rows
 
 
-class HeldOut(_Reader):
-    """The held-out split in fixed order, for the loss: a sequence of batches, each of one source only.
+class ValidationSet(_Reader):
+    """The validation split in fixed order, for the loss: a sequence of batches, each of one source only.
 
     Every target occurs once: windows do not overlap, and the last, shorter one is a padded row. Every batch has `rows`
     rows: where items run out, rows of padding follow (length 1, every target -100). `max_tokens` keeps the first so

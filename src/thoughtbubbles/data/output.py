@@ -191,7 +191,7 @@ class Output:
         return sum(len(split.shards) for split in self._splits.values())
 
     def add(self, found: Encoded, name: str, *, split: str | None) -> None:
-        """Without a split, some documents are held out as `val` by their hash."""
+        """Without a split, some documents go to `val` by their hash."""
         state = self.state
         state.skipped += found.skipped
         if found.kind is None:
@@ -202,8 +202,8 @@ class Output:
         if found.kind != state.kind:
             raise ValueError(f"{name}: {mixed(state.kind, found.kind)}")
         end = np.concatenate([[0], np.cumsum(found.n_tokens)])
-        held_out = self._held_out(found.key) if split is None else np.full(len(found.key), split == "val")
-        for held, a, b in _runs(held_out):
+        is_val = self._is_validation(found.key) if split is None else np.full(len(found.key), split == "val")
+        for held, a, b in _runs(is_val):
             name, counts = SPLITS[held], state.counts[SPLITS[held]]
             these = slice(end[a], end[b])
             self._splits[name].add(found.tokens[these], found.mask[these], found.n_tokens[a:b])
@@ -258,9 +258,9 @@ class Output:
                 for s in SPLITS
             }
 
-    def _held_out(self, key: np.ndarray) -> np.ndarray:
+    def _is_validation(self, key: np.ndarray) -> np.ndarray:
         """By the key alone, so that equal documents stay together; but the first goes to train and the next to val."""
-        share, first = float(self._settings["held_out"]), self.state.first_keys
+        share, first = float(self._settings["val_fraction"]), self.state.first_keys
         for value in key[:0] if len(first) == 2 else key:
             if int(value) not in first:
                 first.append(int(value))

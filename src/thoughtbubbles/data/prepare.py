@@ -36,7 +36,7 @@ from thoughtbubbles.files import locked, named, reason, short_name
 PATIENCE = 5.0  # seconds without a result, after which somebody looks whether all processes live
 AHEAD = 3  # chunks on their way for each process
 SAVE_SECONDS = 10.0  # at most so much work is done twice after an interruption
-HELD_OUT = 0.005  # share of the documents, where no validation set is given
+VAL_FRACTION = 0.005  # share of the documents, where no validation set is given
 MOST_PROCESSES = 1024
 MOST_SHARD_TOKENS = 1 << 32
 MUCH = 10**8  # tokens: enough for one of the paper's models
@@ -55,7 +55,7 @@ def prepare(
     tokenizer: str = "gpt2",
     processes: int | None = None,
     val: tuple[str, ...] = (),
-    held_out: float | None = None,
+    val_fraction: float | None = None,
     shard_tokens: int = 2**27,
     limit: int | None = None,
 ) -> Index:
@@ -70,13 +70,13 @@ def prepare(
         tokenizer: gpt2 or bytes.
         processes: Processes that tokenize; as many as there are processors by default.
         val: The validation set: files, folders or names whose documents become the split val, all of them, as they are.
-            Nothing is held out from the other sources then.
-        held_out: Share of the documents to hold out for validation where no --val is given; 0.005 by default, 0 for
+            The other sources are all training data then.
+        val_fraction: Fraction of the documents that is validation data where no --val is given; 0.005 by default, 0 for
             none. Equal documents stay on one side.
         shard_tokens: Tokens in a file; while it is filled, memory holds 2 bytes for each.
         limit: Stop after this many documents, not counting those of --val.
     """
-    _check(sources=sources, val=val, held_out=held_out)
+    _check(sources=sources, val=val, val_fraction=val_fraction)
     _check_numbers(processes=processes, shard_tokens=shard_tokens, limit=limit)
     tok = find_tokenizer(tokenizer)
     train_inputs, val_inputs = find_inputs(sources), find_inputs(val) if val else []
@@ -87,7 +87,7 @@ def prepare(
         "val": list(val),
         "inputs": fingerprint(inputs),
         "tokenizer": tokenizer,
-        "held_out": (0.0 if val else HELD_OUT) if held_out is None else held_out,
+        "val_fraction": (0.0 if val else VAL_FRACTION) if val_fraction is None else val_fraction,
         "shard_tokens": shard_tokens,
         "limit": limit,
     }
@@ -104,20 +104,21 @@ def prepare(
     return index
 
 
-def _check(*, sources: tuple[str, ...], val: tuple[str, ...], held_out: float | None) -> None:
+def _check(*, sources: tuple[str, ...], val: tuple[str, ...], val_fraction: float | None) -> None:
     for name, value in (("sources", sources), ("val", val)):
         if not (isinstance(value, tuple | list) and all(isinstance(source, str) for source in value)):
             raise ValueError(f"{name} = {short_name(repr(value))}: give a tuple of files, folders or names as text")
-    if held_out is None:
+    if val_fraction is None:
         return
-    if isinstance(held_out, bool) or not isinstance(held_out, int | float) or not 0 <= held_out < 1:
+    if isinstance(val_fraction, bool) or not isinstance(val_fraction, int | float) or not 0 <= val_fraction < 1:
         raise ValueError(
-            f"held_out = {short_name(repr(held_out))}: give a share of the documents from 0 to below 1, e.g. {HELD_OUT}"
+            f"val_fraction = {short_name(repr(val_fraction))}: give a fraction of the documents from 0 to below 1, "
+            f"e.g. {VAL_FRACTION}"
         )
     if val:
         raise ValueError(
-            f"held_out = {held_out} and val = {short_name(' '.join(val))}: with a validation set nothing is held out; "
-            "leave one of the two out"
+            f"val_fraction = {val_fraction} and val = {short_name(' '.join(val))}: with --val all else is training "
+            "data; leave one of the two out"
         )
 
 
@@ -316,12 +317,12 @@ def _summarize(out: Path, index: Index) -> None:
     if not n_val:
         print(
             "there is no split val, so training will have no validation loss; for one, give --val, or two different "
-            "documents or more and --held-out above 0"
+            "documents or more and --val-fraction above 0"
         )
     elif n_val < SMALL_VALIDATION:
         print(
             f"val is very small (fewer than {SMALL_VALIDATION:,} tokens): its loss will depend on the choice of "
-            f"documents; give {'more of it' if index.notes['settings'].get('val') else '--val or a larger --held-out'}"
+            f"documents; give {'more' if index.notes['settings'].get('val') else '--val or a larger --val-fraction'}"
         )
     print(f"next: {_next_command(out, index)}")
 

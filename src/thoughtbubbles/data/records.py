@@ -42,7 +42,7 @@ class Example(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What tells examples apart when some are held out: one question with two answers stays on one side."""
+        """By which examples go to training or validation data: one question with two answers stays on one side."""
         return self.parts[0].text
 
 

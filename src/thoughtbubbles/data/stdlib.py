@@ -19,7 +19,7 @@ from thoughtbubbles.data.synthetic import encode, write_once
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-HELD_OUT = 20  # one document in so many, by the hash of its text
+VALIDATION = 20  # one document in so many, by the hash of its text
 
 
 def documents() -> Iterator[str]:
@@ -78,8 +78,8 @@ def _is_valid(text: str) -> bool:
 def write_stdlib(folder: Path) -> None:
     """A prepared folder. Does nothing where it is there already; several processes may ask for it at the same time."""
     notes = {"made_by": "stdlib", "version": 1, "python": ".".join(map(str, sys.version_info[:3]))}
-    write_once(folder, (("val" if is_held_out(text) else "train", encode(text)) for text in documents()), notes=notes)
+    write_once(folder, (("val" if is_validation(text) else "train", encode(text)) for text in documents()), notes=notes)
 
 
-def is_held_out(text: str) -> bool:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % HELD_OUT == 0
+def is_validation(text: str) -> bool:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % VALIDATION == 0

@@ -70,7 +70,7 @@ def _word(draw: int) -> str:
 
 
 def write_synthetic(folder: Path, *, n_tokens: int, seed: int) -> None:
-    """A prepared folder: n_tokens tokens to train on; a tenth as many, 1,000 at least, of other documents held out.
+    """A prepared folder: n_tokens tokens to train on; a tenth as many, 1,000 at least, for validation.
 
     Does nothing where the folder holds this already; several processes may ask for it at the same time.
     """

@@ -19,10 +19,10 @@ MOST = 10**9  # of anything that is counted
 class Evaluation:
     """Examine a trained model; the numbers go to results.json and to tables.
 
-    perplexity: each held-out token scored in one parallel forward (blockwise) and from its own prefix (autoregressive).
-    Through the cache, as with causal selection, the second takes one step a token. With block selection every prefix is
-    read anew, once with the proportional and once with the fixed budget: windows of T tokens cost about T times what
-    the parallel forward costs, 512 times for a block of 512 tokens. Begin with few windows.
+    perplexity: each token of validation text, scored in one parallel forward (blockwise) and from its own prefix
+    (autoregressive). Through the KV cache, as with causal selection, the second takes one step per token. With block
+    selection every prefix is read anew, once with the proportional and once with the fixed budget: windows of T tokens
+    cost about T times what the parallel forward costs, 512 times for a block of 512 tokens. Begin with few windows.
 
     lambada, hellaswag, blimp, piqa, arc_easy, arc_challenge, mmlu, mmlu_continuation, clutrr: the choice of the lowest
     loss. gsm8k: answered freely, right if the last number is. They need files of questions: --data-dir. The budget is
@@ -48,7 +48,7 @@ class Evaluation:
     data: Path | None = None
     """For perplexity: a folder that `thoughtbubbles prepare` wrote, or RUN/data/synthetic of a tiny run."""
     split: str = "val"
-    """For perplexity: which part of the data; val is what training held out."""
+    """For perplexity: which part of the data; val is what was not trained on."""
     windows: int = 8
     """For perplexity: windows to score, spread evenly over the split; all, if there are fewer."""
     tokens: int | None = None
@@ -96,8 +96,8 @@ class Evaluation:
             raise ValueError(f"--budget {' '.join(self.budget)}: with --harness give one, or leave out --harness")
         if "perplexity" in self.names and self.data is None and not self.harness:
             raise ValueError(
-                "--data is missing: perplexity needs held-out text; give a folder that `thoughtbubbles prepare` wrote, "
-                "or RUN/data/synthetic of a tiny run"
+                "--data is missing: perplexity needs validation text; give a folder that `thoughtbubbles prepare` "
+                "wrote, or RUN/data/synthetic of a tiny run"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""What perplexity is measured on: windows of held-out text as training has them."""
+"""What perplexity is measured on: windows of validation text as training has them."""
 
 import zlib
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from thoughtbubbles.data.loader import HeldOut, Source
+from thoughtbubbles.data.loader import Source, ValidationSet
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.evals.autoregressive import Windows
 from thoughtbubbles.evals.settings import Evaluation
@@ -21,15 +21,15 @@ def windows_for(settings: Evaluation, config: ModelConfig, tokenizer: Tokenizer)
     _check_folder(settings.data)
     n_tokens = config.block_size if settings.tokens is None else settings.tokens
     source = Source(settings.data)
-    held_out = HeldOut([source], rows=1, n_tokens=n_tokens, split=settings.split)
-    if held_out.tokenizer != tokenizer.name:
+    found = ValidationSet([source], rows=1, n_tokens=n_tokens, split=settings.split)
+    if found.tokenizer != tokenizer.name:
         raise ValueError(
-            f"--data {source.path}: made with tokenizer {held_out.tokenizer!r}, but the model has learned the ids of "
+            f"--data {source.path}: made with tokenizer {found.tokenizer!r}, but the model has learned the ids of "
             f"{tokenizer.name!r}: prepare the text with --tokenizer {tokenizer.name}"
         )
-    held_out.check_vocab(config.vocab_size)
-    n_windows = min(settings.windows, len(held_out))
-    chosen = [held_out[i * len(held_out) // n_windows] for i in range(n_windows)]
+    found.check_vocab(config.vocab_size)
+    n_windows = min(settings.windows, len(found))
+    chosen = [found[i * len(found) // n_windows] for i in range(n_windows)]
     ids, targets, lengths = (
         torch.from_numpy(np.concatenate([getattr(batch, name) for batch in chosen]))
         for name in ("ids", "targets", "lengths")

@@ -187,11 +187,12 @@ def metric_rows(found: list[dict[str, Any]], step: int) -> Iterator[Row]:
     if trained:
         yield Row("tokens", trained[-1].get("tokens"))
         yield Row("training loss of the last step (nats)", trained[-1]["loss"])
-    held_out = [line for line in lines if isinstance(line.get("held_out"), dict)]
-    if held_out:
-        at = "" if held_out[-1]["step"] == step else f", step {held_out[-1]['step']:,}"
-        for source, loss in held_out[-1]["held_out"].items():
-            yield Row(f"held-out loss (nats), {source}{at}", loss)
+    for line in reversed(lines):
+        losses = line.get("validation_loss", line.get("held_out"))  # as the first run folders call it
+        if isinstance(losses, dict):
+            at = "" if line["step"] == step else f", step {line['step']:,}"
+            yield from (Row(f"validation loss (nats), {source}{at}", loss) for source, loss in losses.items())
+            return
 
 
 def data_rows(described: dict[str, Any]) -> Iterator[Row]:

@@ -78,9 +78,9 @@ class Watched:
         lines = self.lines()
         speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
         forks = [line["forks"] for line in lines if "forks" in line]
-        held_out = [line["held_out"]["stdlib"] for line in lines if "held_out" in line]
+        losses = [line["validation_loss"]["stdlib"] for line in lines if "validation_loss" in line]
         return {
-            "held_out_loss": held_out[-1],
+            "validation_loss": losses[-1],
             "tokens_per_second": sorted(speeds)[len(speeds) // 2],
             "streams_per_token": forks[-1][-1]["streams"] if forks else 1.0,  # a plain model has none
         }
@@ -134,15 +134,15 @@ def watch(runs: list[Watched], steps: int, console: Console) -> None:
 
 def _state(lines: list[dict[str, Any]]) -> tuple[int, str]:
     steps = [line for line in lines if "loss" in line]
-    held_out = [line["held_out"]["stdlib"] for line in lines if "held_out" in line]
+    losses = [line["validation_loss"]["stdlib"] for line in lines if "validation_loss" in line]
     if not steps:
         return 0, "starting"
-    facts = f"loss {steps[-1]['loss']:.3f}" + (f", held-out {held_out[-1]:.3f}" if held_out else "")
+    facts = f"loss {steps[-1]['loss']:.3f}" + (f", validation {losses[-1]:.3f}" if losses else "")
     return steps[-1]["step"], facts
 
 
 def draw(runs: list[Watched], path: Path) -> None:
-    """Training loss (a running mean) and held-out loss of both."""
+    """Training loss (a running mean) and validation loss of both."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -155,12 +155,12 @@ def draw(runs: list[Watched], path: Path) -> None:
         width = max(1, min(25, len(losses) // 4))
         smooth = [sum(losses[i - width : i]) / width for i in range(width, len(losses) + 1)]
         axes.plot(range(width, len(losses) + 1), smooth, color=colour, alpha=0.45, linewidth=1)
-        held_out = [(line["step"], line["held_out"]["stdlib"]) for line in lines if "held_out" in line]
-        axes.plot(*zip(*held_out, strict=True), "o-", color=colour, label=f"{NAMES[run.name]}: {held_out[-1][1]:.3f}")
+        losses = [(line["step"], line["validation_loss"]["stdlib"]) for line in lines if "validation_loss" in line]
+        axes.plot(*zip(*losses, strict=True), "o-", color=colour, label=f"{NAMES[run.name]}: {losses[-1][1]:.3f}")
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats a byte)")
     axes.set_ylim(top=min(4.0, axes.get_ylim()[1]))
-    axes.set_title("Python's own documentation, byte by byte: held-out loss (dots) and training loss")
+    axes.set_title("Python's own documentation, byte by byte: validation loss (dots) and training loss")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
@@ -182,7 +182,7 @@ def show_sample(run: Watched, console: Console) -> None:
 
 def verdict(record: dict[str, Any]) -> str:
     """What the comparison is worth, from the recorded seeds."""
-    losses = {name: [run[name]["held_out_loss"] for run in record["runs"]] for name in NAMES}
+    losses = {name: [run[name]["validation_loss"] for run in record["runs"]] for name in NAMES}
     shown = {name: ", ".join(f"{loss:.3f}" for loss in values) for name, values in losses.items()}
     gaps = [p - b for b, p in zip(losses["demo-bubbles"], losses["demo-plain"], strict=True)]
     mean, seeds = sum(gaps) / len(gaps), len(gaps)
@@ -231,7 +231,7 @@ def run_demo(
 
 def _report(runs: list[Watched], numbers: dict[str, Any], out: Path, console: Console, *, seconds: float) -> None:
     table = Table(title=f"{seconds:.0f} seconds")
-    for heading in ("", "parameters", "held-out loss (nats a byte)", "tokens/s", "streams a token"):
+    for heading in ("", "parameters", "validation loss (nats a byte)", "tokens/s", "streams a token"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for run in runs:
         facts = numbers[run.name]
@@ -239,7 +239,7 @@ def _report(runs: list[Watched], numbers: dict[str, Any], out: Path, console: Co
         table.add_row(
             NAMES[run.name],
             f"{parameters:,}",
-            f"{facts['held_out_loss']:.4f}",
+            f"{facts['validation_loss']:.4f}",
             f"{facts['tokens_per_second']:,.0f}",
             f"{facts['streams_per_token']:.2f}",
         )

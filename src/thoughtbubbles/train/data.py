@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from thoughtbubbles.data.loader import IGNORED, Batch, HeldOut, Loader, Source, micro_steps, rows_of_rank
+from thoughtbubbles.data.loader import IGNORED, Batch, Loader, Source, ValidationSet, micro_steps, rows_of_rank
 from thoughtbubbles.data.shards import SMALL_VALIDATION, has_split, open_dataset
 from thoughtbubbles.data.stdlib import write_stdlib
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.distributed import World
-from thoughtbubbles.evals.heldout import move, to_device
 from thoughtbubbles.train.config import RunConfig
 
 # Data that needs no preparation; one seed, so that runs with other seeds see the same text.
@@ -57,8 +57,8 @@ class RunData:
         self.shares = [facts.share for facts in self.loader.describe()]
         self.is_own = not config.data.val and all(has_split(source.path, "val") for source in sources)
         self.validation = _own(sources) if not config.data.val else _others(config.data.val, sources, home)
-        self.held_out = [
-            HeldOut(
+        self.validation_sets = [
+            ValidationSet(
                 [source],
                 rows=self.micro_batch_size * world.size,
                 n_tokens=n_tokens,
@@ -82,13 +82,13 @@ class RunData:
     def _check(self, vocab_size: int) -> None:
         """One tokenizer for all, and a model with room for its ids."""
         ours = self.loader.tokenizer
-        for (_, source, _), held_out in zip(self.validation, self.held_out, strict=True):
-            if held_out.tokenizer != ours:
+        for (_, source, _), found in zip(self.validation, self.validation_sets, strict=True):
+            if found.tokenizer != ours:
                 raise ValueError(
-                    f"--data.val {source.path} was made with tokenizer {held_out.tokenizer!r}, the training data with "
+                    f"--data.val {source.path} was made with tokenizer {found.tokenizer!r}, the training data with "
                     f"{ours!r}: prepare both with the same one"
                 )
-        if (needed := max(part.largest_id for part in (self.loader, *self.held_out)) + 1) > vocab_size:
+        if (needed := max(part.largest_id for part in (self.loader, *self.validation_sets)) + 1) > vocab_size:
             raise ValueError(
                 f"--model.vocab-size {vocab_size} is too small: the data, made with tokenizer {ours!r}, has ids up to "
                 f"{needed - 1}; give {needed} or more{', such as 50304 (recipe small-gpt2)' * (ours == 'gpt2')}, or "
@@ -103,14 +103,14 @@ class RunData:
         if not self.validation:
             notes.append(
                 f"no validation loss: {', '.join(lacking)} has no val split; --data.val DIR gives another folder, and "
-                "`prepare` makes one with --held-out or --val"
+                "`prepare` makes one with --val-fraction or --val"
             )
         elif lacking and not is_given:
             notes.append(f"no validation loss for {', '.join(lacking)}, which has no val split")
-        for (name, *_), held_out in zip(self.validation, self.held_out, strict=True):
-            if held_out.n_tokens_in_split < SMALL_VALIDATION:
+        for (name, *_), found in zip(self.validation, self.validation_sets, strict=True):
+            if found.n_tokens_in_split < SMALL_VALIDATION:
                 notes.append(
-                    f"the validation split of {name} is very small ({held_out.n_tokens_in_split:,} tokens): its loss "
+                    f"the validation split of {name} is very small ({found.n_tokens_in_split:,} tokens): its loss "
                     "is a rough estimate"
                 )
         return notes
@@ -140,11 +140,11 @@ class RunData:
         real = move(counts, device)
         return StepInputs(n, [to_device(batch, device) for batch in batches], real, self.world.total(real.sum()))
 
-    def held_out_batches(self) -> Iterator[Batch]:
+    def validation_batches(self) -> Iterator[Batch]:
         """This rank's rows of every validation batch: all ranks go through equally many forwards."""
         mine = slice(self.world.rank * self.micro_batch_size, (self.world.rank + 1) * self.micro_batch_size)
-        for index, held_out in enumerate(self.held_out):
-            for batch in held_out:
+        for index, found in enumerate(self.validation_sets):
+            for batch in found:
                 ids, targets, lengths, source = (array[mine] for array in batch)
                 yield Batch(ids, targets, lengths, np.full_like(source, index))
 
@@ -204,3 +204,15 @@ def _source(source: Source, home: Path) -> Source:
     folder = home / "data" / source.path
     make(folder)
     return Source(folder, source.weight)
+
+
+def to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, targets and lengths on the device."""
+    return move(batch.ids, device), move(batch.targets, device), move(batch.lengths, device)
+
+
+def move(array: np.ndarray, device: torch.device) -> Tensor:
+    """To the device without waiting for it: a GPU copies from pinned memory when it gets there."""
+    pin = device.type == "cuda"
+    tensor = torch.from_numpy(array)
+    return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=pin)

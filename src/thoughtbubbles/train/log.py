@@ -31,6 +31,10 @@ PEAK_TFLOPS = {
 }
 
 
+# What an evaluation writes into metrics.jsonl, now and in the first run folders.
+EVALUATED = {"validation_loss", "sample", "held_out", "held_out_sample"}
+
+
 def peak_tflops(config: LogConfig, device: torch.device) -> float | None:
     if config.peak_tflops is not None or device.type != "cuda":
         return config.peak_tflops
@@ -183,7 +187,7 @@ def _take_back(path: Path, done: int) -> None:
             step = int(facts["step"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
-        if step < done or (step == done and not any(key.startswith("held_out") for key in facts)):
+        if step < done or (step == done and not EVALUATED & facts.keys()):
             kept.append(line)
     write_atomically(path, [f"{line}\n".encode() for line in kept])
 

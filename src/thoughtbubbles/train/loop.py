@@ -49,7 +49,7 @@ class Result:
     checkpoint: Path  # the last one
     step: int
     finished: bool  # False: stopped by a signal, to be resumed
-    held_out: dict[str, float]  # validation loss of each source at the last evaluation; empty where there is none
+    validation_loss: dict[str, float]  # of each source at the last evaluation; empty where there is none
     stopped_by: int | None = None  # the signal's number
 
     @property
@@ -122,7 +122,7 @@ class Trainer:
         self._unread: Launched | None = None  # the step whose numbers nobody has looked at yet
         self._most_skipped = 0  # steps in a row, in this process
         self._begun_at = self.done
-        self.held_out: dict[str, float] = {}
+        self.validation_loss: dict[str, float] = {}
         self._signal: int | None = None  # that has asked this rank to stop
         self._stop = False  # as agreed by all ranks
 
@@ -159,7 +159,7 @@ class Trainer:
                 go_on = f"thoughtbubbles train --resume {self.folder}"
                 self.log.say(f"stopped after step {self.done}; go on with: {go_on}")
             checkpoint = self.folder / folder_name(self.done)
-            return Result(self.folder, checkpoint, self.done, finished, self.held_out, self._signal)
+            return Result(self.folder, checkpoint, self.done, finished, self.validation_loss, self._signal)
         except Exception:
             if not self.world.is_distributed:  # the other ranks, which would have to take part, are ended
                 with suppress(Exception):
@@ -271,13 +271,13 @@ class Trainer:
         """Validation loss of each source and of the mixture, and samples."""
         was_training = self.model.training
         self.model.eval()
-        self.held_out = validation_losses(self.model, self.data, world=self.world, products=self.products)
-        if self.held_out:
-            self.log.write({"step": self.done, "held_out": self.held_out})
-            shown = "  ".join(f"{name} {loss:.4f}" for name, loss in self.held_out.items())
-            self.log.say(f"step {self.done}/{self.config.steps}  held-out loss: {shown}")
+        self.validation_loss = validation_losses(self.model, self.data, world=self.world, products=self.products)
+        if self.validation_loss:
+            self.log.write({"step": self.done, "validation_loss": self.validation_loss})
+            shown = "  ".join(f"{name} {loss:.4f}" for name, loss in self.validation_loss.items())
+            self.log.say(f"step {self.done}/{self.config.steps}  validation loss: {shown}")
         for prompt, text in samples(self.model, self.data, self.config, products=self.products, step=self.done):
-            self.log.write({"step": self.done, "held_out_sample": text, "prompt": prompt})
+            self.log.write({"step": self.done, "sample": text, "prompt": prompt})
             self.log.say(f"  sample: {text!r}")
         self.model.train(was_training)
 

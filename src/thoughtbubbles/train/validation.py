@@ -1,17 +1,21 @@
 """What a run looks at between steps: the validation loss of each source, and samples of what the model writes."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
+from thoughtbubbles.data.loader import Batch
 from thoughtbubbles.distributed import World
-from thoughtbubbles.evals.heldout import held_out_sums
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
+from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import RunConfig
-from thoughtbubbles.train.data import RunData
+from thoughtbubbles.train.data import RunData, to_device
 from thoughtbubbles.train.precision import MixedPrecision
 
 
@@ -21,9 +25,9 @@ def validation_losses(
     """Of each source, and of the mixture where every source of it has a validation split; empty where there is none."""
     if not data.validation:
         return {}
-    sums = held_out_sums(
+    sums = validation_sums(
         model,
-        data.held_out_batches(),
+        data.validation_batches(),
         n_sources=len(data.validation),
         device=world.device,
         precision=products,
@@ -34,6 +38,26 @@ def validation_losses(
     if data.is_own and len(losses) > 1:
         losses["mixture"] = sum(share * loss for share, loss in zip(data.shares, each, strict=True))
     return losses
+
+
+@torch.no_grad()
+def validation_sums(
+    model: Thoughtbubbles,
+    batches: Iterable[Batch],
+    *,
+    n_sources: int,
+    device: torch.device,
+    precision: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Float[Tensor, "sources 2"]:
+    """Of each source: the sum of the losses and the number of targets, to be added up over ranks."""
+    sums = torch.zeros(n_sources, 2, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    for batch in batches:
+        ids, targets, lengths = to_device(batch, device)
+        with precision():
+            nll = model(ids, targets=targets, lengths=lengths, want=("token_nll",)).token_nll
+        sums[int(batch.source[0]), 0] += nll.sum(dtype=sums.dtype)
+        sums[int(batch.source[0]), 1] += (targets != IGNORED).sum()
+    return sums
 
 
 def samples(
