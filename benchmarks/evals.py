@@ -1,4 +1,4 @@
-"""Exams on a GPU: documents a second of each, for models with random weights (what they answer says nothing).
+"""Benchmarks on a GPU: documents a second of each, for models with random weights (what they answer says nothing).
 
 python benchmarks/evals.py --data-dir DIR     DIR: the files of `thoughtbubbles eval --data-dir`
 
@@ -18,7 +18,7 @@ from common import write_results
 from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.distributed import World
-from thoughtbubbles.evals.documents import open_exam
+from thoughtbubbles.evals.documents import open_benchmark
 from thoughtbubbles.evals.likelihood import encode_choices, log_likelihoods
 from thoughtbubbles.evals.run import run
 from thoughtbubbles.evals.settings import Evaluation
@@ -33,7 +33,7 @@ CHOICES = tuple(name for name, task in TASKS.items() if not task.max_new)
 def check(model: Thoughtbubbles, data: Path) -> float:
     """The largest difference of a log-probability between rows in a batch and rows alone."""
     gpt2 = tokenizer("gpt2")
-    documents = open_exam(TASKS["hellaswag"], data, limit=32).documents.values()
+    documents = open_benchmark(TASKS["hellaswag"], data, limit=32).documents.values()
     pairs = [(d.context, d.choices) for d in documents if isinstance(d, Choices)]
     queries = [query for context, choices in pairs for query in encode_choices(gpt2, context, choices)]
     together = log_likelihoods(model, queries, vocab_size=gpt2.size)
@@ -48,8 +48,10 @@ def sit(folder: Path, data: Path, tasks: tuple[str, ...], device: str, **more: A
     return {
         "seconds": time.perf_counter() - begun,
         "tasks": {
-            name: {key: exam[key] for key in ("version", "documents", "seconds", "documents_per_second", "truncated")}
-            for name, exam in found.items()
+            name: {
+                key: benchmark[key] for key in ("version", "documents", "seconds", "documents_per_second", "truncated")
+            }
+            for name, benchmark in found.items()
         },
     }
 
@@ -59,7 +61,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--models", nargs="+", default=["150m", "150m-plain", "150m-paper"])
-    parser.add_argument("--limit", type=int, help="documents of each exam at most")
+    parser.add_argument("--limit", type=int, help="documents of each benchmark at most")
     parser.add_argument("--answers-at-once", type=int, default=256)
     parser.add_argument("--out", type=Path, help="folder for the results; benchmarks/results by default")
     arguments = parser.parse_args()

@@ -213,10 +213,10 @@ FAULTS = [
         EVALS,
     ),
     Fault("evals/perplexity.py", "/ math.log(2) / n_bytes", "/ n_bytes", EVALS),
-    Fault("evals/marks.py", "/ (n - 1) / n)", "/ n / n)", EVALS),
-    Fault("evals/marks.py", "total / max(size, 1)", "total", EVALS),
+    Fault("evals/metrics.py", "/ (n - 1) / n)", "/ n / n)", EVALS),
+    Fault("evals/metrics.py", "total / max(size, 1)", "total", EVALS),
     Fault(
-        "evals/marks.py",
+        "evals/metrics.py",
         'bare = [choice.removeprefix(" ") for choice in document.choices]',
         "bare = list(document.choices)",
         EVALS,

@@ -335,7 +335,7 @@ VERBS = {
         "how fast a model trains here: milliseconds, TFLOP/s, memory",
     ),
     "demo": Verb(demo, "a model with bubbles and a plain one side by side, in minutes"),
-    "eval": Verb(evaluate, "perplexity, and exams such as HellaSwag and GSM8K"),
+    "eval": Verb(evaluate, "perplexity, and benchmarks such as HellaSwag and GSM8K"),
     "export": Verb(
         lambda arguments: tyro.cli(export, prog="thoughtbubbles export", args=arguments),
         "a folder for the Hugging Face Hub: weights, code, tokenizer, model card",

@@ -16,7 +16,7 @@ from thoughtbubbles.data.tokenizer import Bytes, save_tokenizer, tokenizer
 from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.answers import Answers
 from thoughtbubbles.evals.errors import agree
-from thoughtbubbles.evals.marks import Answer, mean_and_error
+from thoughtbubbles.evals.metrics import Answer, mean_and_error
 from thoughtbubbles.evals.results import home_of, make_folders, remove_empty
 from thoughtbubbles.model.config import ModelConfig
 
@@ -162,29 +162,29 @@ def test_means_of_what_is_not_finite_or_nearly_not():
 
 
 def test_several_budgets_tell_what_was_cut_and_draw_the_parts(checkpoint, tmp_path, capsys):
-    exams, out = tmp_path / "exams", tmp_path / "out"
-    exams.mkdir()
-    write(exams, "blimp", [{**RECORDS["blimp"], "UID": name} for name in ("one", "two")])
-    write(exams, "lambada", [{**RECORDS["lambada"], "context": "many words " * 20}])
-    arguments = ["--tasks", "blimp", "lambada", "--data-dir", str(exams), "--out", str(out), "--budget", "1", "2"]
+    benchmarks, out = tmp_path / "benchmarks", tmp_path / "out"
+    benchmarks.mkdir()
+    write(benchmarks, "blimp", [{**RECORDS["blimp"], "UID": name} for name in ("one", "two")])
+    write(benchmarks, "lambada", [{**RECORDS["lambada"], "context": "many words " * 20}])
+    arguments = ["--tasks", "blimp", "lambada", "--data-dir", str(benchmarks), "--out", str(out), "--budget", "1", "2"]
     main(["eval", "--checkpoint", str(checkpoint), "--device", "cpu", *arguments])
     shown = capsys.readouterr().out
     assert "With r = 1, LAMBADA: 1 of 1 documents were longer than the model's block and lost " in shown
     assert "With r = 1, LAMBADA: perplexity of the last word " in shown
-    assert {path.name for path in out.glob("*.png")} == {"budgets.png", "exams.png", "blimp-by-set.png"}
+    assert {path.name for path in out.glob("*.png")} == {"budgets.png", "benchmarks.png", "blimp-by-set.png"}
     assert f"{out / 'blimp-by-set.png'}" in shown
     assert "acc_norm" not in shown  # which the table does not have
 
 
 def test_pictures_of_ones_own_stay_where_they_are(checkpoint, questions, tmp_path):
     (tmp_path / "loss-by-step.png").write_text("mine")
-    exams = Path(shutil.copytree(questions, tmp_path / "exams"))
-    write(exams, "blimp", [{**RECORDS["blimp"], "UID": name} for name in ("one", "two")])
-    few = evaluate(checkpoint, exams, "blimp", out=tmp_path)
-    evaluate(checkpoint, exams, "piqa", out=tmp_path)
+    benchmarks = Path(shutil.copytree(questions, tmp_path / "benchmarks"))
+    write(benchmarks, "blimp", [{**RECORDS["blimp"], "UID": name} for name in ("one", "two")])
+    few = evaluate(checkpoint, benchmarks, "blimp", out=tmp_path)
+    evaluate(checkpoint, benchmarks, "piqa", out=tmp_path)
     assert (tmp_path / "loss-by-step.png").read_text() == "mine"
     assert {path.name for path in (tmp_path / few["name"]).iterdir()} == {
         "results.json",
-        "exams.png",
+        "benchmarks.png",
         "blimp-by-set.png",
     }

@@ -26,7 +26,7 @@ from thoughtbubbles.evals.autoregressive import blockwise, compare
 from thoughtbubbles.evals.budgets import budget_table
 from thoughtbubbles.evals.figures import draw_budgets
 from thoughtbubbles.evals.likelihood import Likelihood
-from thoughtbubbles.evals.marks import Answer, fits, mark
+from thoughtbubbles.evals.metrics import Answer, fits, score_choices
 from thoughtbubbles.evals.results import NAME, home_of, name_of
 from thoughtbubbles.evals.run import _budgets, _depends_on, _open_tasks, run
 from thoughtbubbles.evals.settings import Evaluation
@@ -49,8 +49,8 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory) -> Path:
-    """Of two exams, three documents each."""
-    folder = tmp_path_factory.mktemp("exams")
+    """Of two benchmarks, three documents each."""
+    folder = tmp_path_factory.mktemp("benchmarks")
     write(folder, "piqa", [{**RECORDS["piqa"], "goal": f"Open {what}"} for what in ("a jar", "a door", "a box")])
     good = ("Cats sleep.", "Dogs bark.", "They sing.")
     write(folder, "blimp", [{**RECORDS["blimp"], "sentence_good": text} for text in good])
@@ -109,10 +109,10 @@ def test_other_settings_lie_side_by_side_and_say_what_they_are(checkpoint, quest
 def test_the_name_follows_what_the_numbers_depend_on(corpus, questions, tmp_path):
     """Settings by settings, and content by content: other text or questions in the same place are something else."""
     model = lively_model(ModelConfig(**SHAPE), dtype=torch.float32)
-    exams, text = shutil.copytree(questions, tmp_path / "exams"), shutil.copytree(corpus, tmp_path / "corpus")
+    benchmarks, text = shutil.copytree(questions, tmp_path / "benchmarks"), shutil.copytree(corpus, tmp_path / "corpus")
 
     def name(**changes) -> str:
-        given = {"data": text, "windows": 2, "tokens": 8, "tasks": ("perplexity", "piqa"), "data_dir": exams}
+        given = {"data": text, "windows": 2, "tokens": 8, "tasks": ("perplexity", "piqa"), "data_dir": benchmarks}
         settings = Evaluation(checkpoint=Path("x"), **{**given, **changes})
         failed: dict[str, str] = {}
         work = _open_tasks(settings, model, tokenizer("bytes"), World(torch.device("cpu")), failed)
@@ -127,7 +127,7 @@ def test_the_name_follows_what_the_numbers_depend_on(corpus, questions, tmp_path
     shutil.rmtree(text)
     write_text(text, seed=1)
     every.append(name())
-    write(exams, "piqa", [RECORDS["piqa"]])
+    write(benchmarks, "piqa", [RECORDS["piqa"]])
     every += [name(), name(tasks=("piqa", "hellaswag"))]
     assert len({each[-8:] for each in every}) == len(changes) + 4
     assert all(NAME.fullmatch(each) for each in every)
@@ -176,7 +176,7 @@ def test_a_folder_of_ones_own_loses_nothing(checkpoint, questions, tmp_path, cap
         "out": whole["name"],
         few["name"]: few["name"],
     }
-    assert all((folder / "exams.png").read_bytes().startswith(PNG) for folder in (out, out / few["name"]))
+    assert all((folder / "benchmarks.png").read_bytes().startswith(PNG) for folder in (out, out / few["name"]))
     assert not (checkpoint.parent / "eval").exists()
 
 
@@ -204,7 +204,7 @@ def test_places_that_cannot_be_written_or_read(checkpoint, questions, corpus, tm
         ([*piqa, "--out", long], "cannot be written (File name too long); give another"),
         ([*piqa, "--out", str(loop)], f"--out {loop}: cannot be written ("),
         (["--tasks", "piqa", "--data-dir", str(file)], f"--data-dir {file}: is not a folder: give the one with the"),
-        (["--tasks", "piqa", "--data-dir", long], "File name too long): give the folder with the exams"),
+        (["--tasks", "piqa", "--data-dir", long], "File name too long): give the folder with the benchmarks"),
         (["--tasks", "piqa", "--data-dir", str(loop)], f"--data-dir {loop}: "),
         ([*text, str(pipe)], f"{pipe}"),
         ([*text, long], "File name too long): give a folder that `thoughtbubbles prepare` wrote"),
@@ -243,7 +243,7 @@ def good_lines(checkpoint: Path, questions: Path) -> tuple[Path, list[str]]:
 
 def test_damaged_answers_are_left_out(tmp_path):
     """Also where a line is JSON as before, and only its marks are others."""
-    good = mark(PIQA, [Likelihood(-1.0, 2, False, 0), Likelihood(-2.0, 1, False, 0)])
+    good = score_choices(PIQA, [Likelihood(-1.0, 2, False, 0), Likelihood(-2.0, 1, False, 0)])
     with Answers(tmp_path, "piqa", {"a": 1}) as answers:
         answers.add(0, good)
         answers.add(1, good)
@@ -278,7 +278,7 @@ def test_damaged_answers_are_left_out(tmp_path):
 
 
 def test_an_answer_to_something_else_does_not_fit():
-    good = mark(PIQA, [Likelihood(-1.0, 2, False, 0), Likelihood(-2.0, 1, False, 0)])
+    good = score_choices(PIQA, [Likelihood(-1.0, 2, False, 0), Likelihood(-2.0, 1, False, 0)])
     assert fits(PIQA, good)
     for change in (
         {"scores": {"accuracy": 1.0}},
@@ -408,9 +408,9 @@ def test_the_harness_takes_one_budget():
 
 def test_one_that_cannot_run_does_not_cancel_the_others(checkpoint, questions, corpus, tmp_path, capsys):
     """A missing file, a damaged one, a choice longer than the block, text of another tokenizer: all told at the end."""
-    exams = shutil.copytree(questions, tmp_path / "exams")
-    write(exams, "lambada", [RECORDS["lambada"], "{"])
-    write(exams, "arc_easy", [{**RECORDS["arc_easy"], "choices": ["a", "b" * 100]}])
+    benchmarks = shutil.copytree(questions, tmp_path / "benchmarks")
+    write(benchmarks, "lambada", [RECORDS["lambada"], "{"])
+    write(benchmarks, "arc_easy", [{**RECORDS["arc_easy"], "choices": ["a", "b" * 100]}])
     (tmp_path / "some.txt").write_text("some text " * 100)
     main(
         [
@@ -425,7 +425,7 @@ def test_one_that_cannot_run_does_not_cancel_the_others(checkpoint, questions, c
         ]
     )
     tasks = ["perplexity", "lambada", "arc_easy", "hellaswag", "piqa"]
-    data = ["--data-dir", str(exams), "--data", str(tmp_path / "gpt2"), "--split", "train"]
+    data = ["--data-dir", str(benchmarks), "--data", str(tmp_path / "gpt2"), "--split", "train"]
     with pytest.raises(SystemExit) as stopped:
         main(["eval", "--checkpoint", str(checkpoint), "--device", "cpu", "--tasks", *tasks, *data])
     assert stopped.value.code == (
@@ -445,7 +445,7 @@ def test_one_that_cannot_run_does_not_cancel_the_others(checkpoint, questions, c
         assert f"│ {name} " in shown.out
         assert f"{name} cannot run: " in shown.err
     assert "hellaswag.validation.jsonl" in shown.out
-    evaluate(checkpoint, exams, "piqa", "hellaswag")  # in Python the caller looks at what failed
+    evaluate(checkpoint, benchmarks, "piqa", "hellaswag")  # in Python the caller looks at what failed
 
 
 def test_one_that_fails_later_does_not_cancel_the_others(checkpoint, questions):

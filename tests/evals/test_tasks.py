@@ -1,4 +1,4 @@
-"""Exams: what is asked, how it is marked, and what happens to files that are missing or damaged."""
+"""Benchmarks: what is asked, how it is marked, and what happens to files that are missing or damaged."""
 
 import gzip
 import json
@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from thoughtbubbles.data.records import choice_answers, choices_prompt
-from thoughtbubbles.evals.documents import LINE_BYTES, data_folder, find_files, open_exam
+from thoughtbubbles.evals.documents import LINE_BYTES, data_folder, find_files, open_benchmark
 from thoughtbubbles.evals.likelihood import Likelihood
-from thoughtbubbles.evals.marks import Answer, mark, mean_and_error, scores, summary
+from thoughtbubbles.evals.metrics import Answer, mean_and_error, score_choices, scores, summary
 from thoughtbubbles.evals.settings import NAMES, SUITES, Evaluation
 from thoughtbubbles.evals.tasks import TASKS
 from thoughtbubbles.evals.tasks.gsm8k import is_right, last_number
@@ -84,7 +84,7 @@ def test_what_is_asked():
     assert asked["gsm8k"][:2] == ("How many?\n", "1,012")
 
 
-def test_training_stories_are_no_exam():
+def test_training_stories_are_no_benchmark():
     assert TASKS["clutrr"].document({**RECORDS["clutrr"], "split": "train"}) is None
 
 
@@ -136,15 +136,15 @@ def test_four_ways_to_be_right():
 
 def test_a_last_word():
     word = Likelihood(-2.5, 2, True, 3)
-    answer = mark(Choices("text", (" word",), 0), [word])
+    answer = score_choices(Choices("text", (" word",), 0), [word])
     assert answer == Answer(scores={"accuracy": 1.0, "nats": 2.5}, truncated=3, log_probs=[-2.5], tokens=[2])
-    assert mark(Choices("text", (" word",), 0), [word._replace(greedy=False)]).scores["accuracy"] == 0
+    assert score_choices(Choices("text", (" word",), 0), [word._replace(greedy=False)]).scores["accuracy"] == 0
 
 
 @pytest.mark.parametrize("cuts", [(3, 7, 0), (7, 3, 0), (0, 3, 7)])
 def test_the_most_shortened_choice_tells_how_many_tokens_were_cut(cuts):
     likelihoods = [Likelihood(-1.0, 2, False, cut) for cut in cuts]
-    assert mark(Choices("text", (" a", " b", " c"), 0), likelihoods).truncated == 7
+    assert score_choices(Choices("text", (" a", " b", " c"), 0), likelihoods).truncated == 7
 
 
 def test_means_and_standard_errors():
@@ -181,18 +181,18 @@ def test_a_summary_has_parts():
 def test_files_packed_or_not(tmp_path, suffix):
     (tmp_path / "eval").mkdir()
     write(tmp_path / "eval", "piqa", [RECORDS["piqa"], "", {**RECORDS["piqa"], "label": 1}], suffix=suffix)
-    exam = open_exam(TASKS["piqa"], tmp_path)
-    assert [document.gold for document in exam.documents.values()] == [0, 1]
+    benchmark = open_benchmark(TASKS["piqa"], tmp_path)
+    assert [document.gold for document in benchmark.documents.values()] == [0, 1]
 
 
 def test_a_part_is_spread_evenly_and_known_by_its_content(tmp_path):
     write(tmp_path, "blimp", [{**RECORDS["blimp"], "UID": f"set {i}"} for i in range(10)])
-    few, every = (open_exam(TASKS["blimp"], tmp_path, limit=limit) for limit in (4, None))
+    few, every = (open_benchmark(TASKS["blimp"], tmp_path, limit=limit) for limit in (4, None))
     assert list(few.documents) == [0, 2, 5, 7]
     assert list(every.documents) == list(range(10))
     assert few.documents[5].groups == {"set": "set 5"}
     write(tmp_path, "blimp", [{**RECORDS["blimp"], "UID": f"set {i}", "sentence_bad": "!"} for i in range(10)])
-    assert open_exam(TASKS["blimp"], tmp_path, limit=4).checksum != few.checksum
+    assert open_benchmark(TASKS["blimp"], tmp_path, limit=4).checksum != few.checksum
 
 
 def test_all_sets_of_an_exam_count(tmp_path):
@@ -202,7 +202,7 @@ def test_all_sets_of_an_exam_count(tmp_path):
     found = find_files(TASKS["clutrr"], tmp_path)
     assert [path.name for path in found] == ["clutrr.data_one.jsonl", "clutrr.data_two.jsonl"]  # each once
     (tmp_path / "clutrr.data_two.jsonl").unlink()
-    assert len(open_exam(TASKS["clutrr"], tmp_path).documents) == 2
+    assert len(open_benchmark(TASKS["clutrr"], tmp_path).documents) == 2
 
 
 def test_a_missing_file_says_what_to_fetch(tmp_path):
@@ -216,7 +216,7 @@ def test_a_missing_file_says_what_to_fetch(tmp_path):
 
 def test_the_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("THOUGHTBUBBLES_DATA", raising=False)
-    with pytest.raises(ValueError, match="--data-dir is missing: give the folder with the exams"):
+    with pytest.raises(ValueError, match="--data-dir is missing: give the folder with the benchmarks"):
         data_folder(None)
     with pytest.raises(ValueError, match="there is no such folder"):
         data_folder(tmp_path / "nowhere")
@@ -261,7 +261,7 @@ def test_the_folder(tmp_path, monkeypatch):
 def test_a_damaged_line_is_told_by_its_number(tmp_path, name, line, message):
     path = write(tmp_path, name, [RECORDS[name], line])
     with pytest.raises(ValueError, match=rf"{path.name}, {message}"):
-        open_exam(TASKS[name], tmp_path)
+        open_benchmark(TASKS[name], tmp_path)
 
 
 def test_a_line_without_an_end(tmp_path, monkeypatch):
@@ -269,7 +269,7 @@ def test_a_line_without_an_end(tmp_path, monkeypatch):
     path = tmp_path / f"{TASKS['piqa'].file}.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(RECORDS["piqa"]).encode() + b"\n" + b"1" * (LINE_BYTES + 1)))
     with pytest.raises(ValueError, match=rf"line 2: it has {LINE_BYTES:,} bytes or more"):
-        open_exam(TASKS["piqa"], tmp_path)
+        open_benchmark(TASKS["piqa"], tmp_path)
 
 
 def test_marks_are_taken_off_as_the_harness_does():
@@ -292,7 +292,7 @@ def test_a_line_that_is_not_utf8(tmp_path):
     path = write(tmp_path, "piqa", [RECORDS["piqa"]] * 30)
     path.write_bytes(path.read_bytes() + b'{"goal": "\xff"}\n')
     with pytest.raises(ValueError, match=r"jsonl, line 31: 'utf-8' codec can't decode"):
-        open_exam(TASKS["piqa"], tmp_path)
+        open_benchmark(TASKS["piqa"], tmp_path)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.xz"])
@@ -305,7 +305,7 @@ def test_every_damage_of_a_packed_file_is_one_line(tmp_path, suffix):
     for content in (*turned, *(whole[:i] for i in range(len(whole)))):
         path.write_bytes(content)
         try:
-            open_exam(TASKS["piqa"], tmp_path)
+            open_benchmark(TASKS["piqa"], tmp_path)
         except ValueError as error:
             told.append(str(error))
     assert len(told) > len(whole)
@@ -316,21 +316,21 @@ def test_what_is_not_a_file(tmp_path):
     name = f"{TASKS['piqa'].file}.jsonl"
     os.mkfifo(tmp_path / name)
     with pytest.raises(ValueError, match=rf"{name} is not a file"):  # and nobody waits for a writer
-        open_exam(TASKS["piqa"], tmp_path)
+        open_benchmark(TASKS["piqa"], tmp_path)
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=rf"{name} is not a file"):
-        open_exam(TASKS["piqa"], tmp_path)
+        open_benchmark(TASKS["piqa"], tmp_path)
 
 
 def test_a_damaged_file(tmp_path):
     path = write(tmp_path, "piqa", [RECORDS["piqa"]] * 500, suffix=".jsonl.gz")
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"cannot be decompressed .*; fetch it again"):
-        open_exam(TASKS["piqa"], tmp_path)
+        open_benchmark(TASKS["piqa"], tmp_path)
     write(tmp_path, "clutrr", [{**RECORDS["clutrr"], "split": "train"}])
-    with pytest.raises(ValueError, match="hold no document of the exam"):
-        open_exam(TASKS["clutrr"], tmp_path)
+    with pytest.raises(ValueError, match="hold no document of the benchmark"):
+        open_benchmark(TASKS["clutrr"], tmp_path)
 
 
 def test_names_and_suites():
@@ -368,9 +368,9 @@ COUNTS |= {"mmlu": 14042, "mmlu_continuation": 14042, "clutrr": 3977, "gsm8k": 1
 @pytest.mark.skipif("THOUGHTBUBBLES_DATA" not in os.environ, reason="THOUGHTBUBBLES_DATA names no folder of real sets")
 @pytest.mark.parametrize("name", TASKS)
 def test_the_real_sets_are_read_whole(name):
-    exam = open_exam(TASKS[name], Path(os.environ["THOUGHTBUBBLES_DATA"]))
-    assert len(exam.documents) == COUNTS[name]
+    benchmark = open_benchmark(TASKS[name], Path(os.environ["THOUGHTBUBBLES_DATA"]))
+    assert len(benchmark.documents) == COUNTS[name]
     groups = {"blimp": ("set", 67), "mmlu": ("subject", 57), "clutrr": ("hops", 9)}
     if name in groups:
         key, n = groups[name]
-        assert len({document.groups[key] for document in exam.documents.values()}) == n
+        assert len({document.groups[key] for document in benchmark.documents.values()}) == n

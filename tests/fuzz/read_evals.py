@@ -9,8 +9,8 @@ from cases import FileBase
 from packed import PACKINGS
 
 from thoughtbubbles.evals.answers import Answers, _line
-from thoughtbubbles.evals.documents import data_folder, open_exam
-from thoughtbubbles.evals.marks import Answer
+from thoughtbubbles.evals.documents import data_folder, open_benchmark
+from thoughtbubbles.evals.metrics import Answer
 from thoughtbubbles.evals.tasks import TASKS
 
 SCIENCE = {"question": "What is ice?", "choices": ["water", "stone", "air"], "gold": 0}
@@ -53,7 +53,7 @@ def tasks(folder: Path) -> Sequence[FileBase]:
             bases.append(
                 FileBase(
                     files={file: content},
-                    read=lambda path, task=task: repr(open_exam(task, data_folder(path))),
+                    read=lambda path, task=task: repr(open_benchmark(task, data_folder(path))),
                     reason="the documents are the user's own",
                 )
             )

@@ -1,4 +1,4 @@
-"""On real documents, native exams, the harness with our model, and the harness with its `hf` model give the same."""
+"""On real documents, native benchmarks, the harness with our model, and the harness with its `hf` model agree."""
 
 import os
 from pathlib import Path
@@ -7,16 +7,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # `hf` would ask the Hub about a f
 
 import lm_eval
 import pytest
-from harness_exams import GPT2, KINDS, save_models
+from harness_benchmarks import GPT2, KINDS, save_models
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import thoughtbubbles.interop.hf  # noqa: F401 (so that `hf` can open our folders)
 from helpers import SAME_ROW_FLOAT32
-from thoughtbubbles.evals.documents import open_exam
-from thoughtbubbles.evals.exam import sit
-from thoughtbubbles.evals.marks import Answer
+from thoughtbubbles.evals.documents import open_benchmark
+from thoughtbubbles.evals.evaluate import sit
+from thoughtbubbles.evals.metrics import Answer
 from thoughtbubbles.evals.tasks import TASKS
 from thoughtbubbles.interop.harness_tasks import local_tasks
 from thoughtbubbles.interop.lm_eval import ThoughtbubblesLM
@@ -35,7 +35,7 @@ REAL = (
 @pytest.fixture(scope="module")
 def real_data() -> Path:
     if not os.environ.get("THOUGHTBUBBLES_DATA"):
-        pytest.skip("THOUGHTBUBBLES_DATA does not name a folder with the exams")
+        pytest.skip("THOUGHTBUBBLES_DATA does not name a folder with the benchmarks")
     return Path(os.environ["THOUGHTBUBBLES_DATA"])
 
 
@@ -57,10 +57,10 @@ def harness_samples(model: LM, folder: Path, tasks: set[str], limit: int) -> dic
 
 
 def native_answers(model: ThoughtbubblesLM, task: str, data: Path, limit: int) -> dict[str, list[Answer]]:
-    """Our own exam on the first documents of each part, under the names that the harness gives the parts."""
-    exam = open_exam(TASKS[task], data)
+    """Our own benchmark on the first documents of each part, under the names that the harness gives the parts."""
+    benchmark = open_benchmark(TASKS[task], data)
     parts: dict[str, list[int]] = {}
-    for number, document in exam.documents.items():
+    for number, document in benchmark.documents.items():
         name = {
             "lambada": "lambada_openai",
             "blimp": f"blimp_{document.groups.get('set')}",
@@ -69,8 +69,8 @@ def native_answers(model: ThoughtbubblesLM, task: str, data: Path, limit: int) -
         parts.setdefault(name, []).append(number)
     chosen = {name: numbers[:limit] for name, numbers in parts.items()}
     found: dict[int, Answer] = {}
-    asked = {number: exam.documents[number] for numbers in chosen.values() for number in numbers}
-    sit(model.model, GPT2, exam.task, asked, keep=found.__setitem__)
+    asked = {number: benchmark.documents[number] for numbers in chosen.values() for number in numbers}
+    sit(model.model, GPT2, benchmark.task, asked, keep=found.__setitem__)
     return {name: [found[number] for number in numbers] for name, numbers in chosen.items()}
 
 

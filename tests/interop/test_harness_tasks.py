@@ -7,7 +7,7 @@ from pathlib import Path
 
 import lm_eval.tasks
 import pytest
-from harness_exams import RECORDS, save_models, write_exams, write_records
+from harness_benchmarks import RECORDS, save_models, write_benchmarks, write_records
 from lm_eval.tasks import TaskManager
 
 from helpers import lively_model
@@ -21,7 +21,7 @@ from thoughtbubbles.model.config import ModelConfig
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return write_exams(tmp_path_factory.mktemp("data"))
+    return write_benchmarks(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -59,11 +59,11 @@ def finished(tmp_path_factory) -> Path:
     ]
     corpus = folder.parent / "corpus"
     write_synthetic(corpus, n_tokens=4_000, seed=0)
-    exams = Path(__file__).parents[2] / "docs" / "examples" / "exams"
+    benchmarks = Path(__file__).parents[2] / "docs" / "examples" / "benchmarks"
     for step in (40, 80):
         place = folder / f"step-{step:08}"
         model_in(place / "model", seed=step, block_size=160)
-        asked = {"checkpoint": place, "data_dir": exams, "data": corpus, "windows": 2, "tokens": 10}
+        asked = {"checkpoint": place, "data_dir": benchmarks, "data": corpus, "windows": 2, "tokens": 10}
         evaluate(Evaluation(**asked, tasks=("perplexity", "lambada", "blimp")), device="cpu")
         limited = Evaluation(**asked, tasks=("arc_easy",), limit=2, budget=("1.5",), out=folder / f"eval-{step}")
         evaluate(limited, device="cpu")
@@ -366,7 +366,7 @@ def expected_lines(run: Path, step: int) -> list[str]:
     words = f"{lambada['perplexity']['mean']:,.2f} ± {lambada['perplexity']['standard_error']:,.2f}"
     return [
         *ways,
-        "| exam | documents | accuracy | acc | acc_norm | perplexity | chance | limit | selection | budget | "
+        "| benchmark | documents | accuracy | acc | acc_norm | perplexity | chance | limit | selection | budget | "
         "precision |",
         f"| LAMBADA | 4 | {percent(lambada['accuracy'])} |  |  | {words} |  |  | causal | 2 | float32 |",
         f"| BLiMP | 4 | {percent(blimp['accuracy'])} | {percent(blimp['accuracy_sum'])} | "
@@ -440,8 +440,10 @@ def test_each_result_is_in_the_card_once(run, tmp_path):
 
 def test_several_budgets_are_lines_of_their_own(run):
     place = run / "step-00000080"
-    exams = Path(__file__).parents[2] / "docs" / "examples" / "exams"
-    evaluate(Evaluation(checkpoint=place, data_dir=exams, tasks=("blimp",), budget=("1", "1.5", "2.0")), device="cpu")
+    benchmarks = Path(__file__).parents[2] / "docs" / "examples" / "benchmarks"
+    evaluate(
+        Evaluation(checkpoint=place, data_dir=benchmarks, tasks=("blimp",), budget=("1", "1.5", "2.0")), device="cpu"
+    )
     found = [line for line in lines_of(card_of(run)) if line.startswith("| BLiMP |")]
     assert sorted(line.split(" | ")[-2] for line in found) == ["1", "1.5", "2.0"]  # 2 has been examined before
 
@@ -500,8 +502,8 @@ def test_an_export_that_was_examined_tells_each_result_once(tmp_path, run):
     first = export(run, out=tmp_path / "first")
     once = (first / "README.md").read_text()
     shutil.copytree(run / "eval" / "step-00000080", first / "eval")  # the same numbers, in a table of other columns
-    exams = Path(__file__).parents[2] / "docs" / "examples" / "exams"
-    evaluate(Evaluation(checkpoint=first, data_dir=exams, tasks=("piqa",)), device="cpu")
+    benchmarks = Path(__file__).parents[2] / "docs" / "examples" / "benchmarks"
+    evaluate(Evaluation(checkpoint=first, data_dir=benchmarks, tasks=("piqa",)), device="cpu")
     again = (export(first, out=tmp_path / "again") / "README.md").read_text()
 
     def rows(text: str) -> list[list[str]]:

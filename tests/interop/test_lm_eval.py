@@ -12,7 +12,7 @@ from pathlib import Path
 import lm_eval.tasks
 import pytest
 import torch
-from harness_exams import GPT2, KINDS, RECORDS, save_models, write_exams, write_records
+from harness_benchmarks import GPT2, KINDS, RECORDS, save_models, write_benchmarks, write_records
 from lm_eval.api.instance import Instance
 
 from helpers import SAME_ROW, SAME_ROW_FLOAT32
@@ -24,7 +24,7 @@ from thoughtbubbles.interop.lm_eval import ThoughtbubblesLM
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return write_exams(tmp_path_factory.mktemp("data"))
+    return write_benchmarks(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

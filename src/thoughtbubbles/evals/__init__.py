@@ -1,1 +1,1 @@
-"""Exams."""
+"""Benchmarks."""

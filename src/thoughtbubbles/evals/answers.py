@@ -1,6 +1,6 @@
-"""Answers on disk, so that an exam that was killed goes on where it was: one line of JSON a document.
+"""Answers on disk, so that a benchmark that was killed goes on where it was: one line of JSON a document.
 
-    answers/TASK-1A2B3C4D.jsonl          the first line tells what was examined, and how; the name has its checksum
+    answers/TASK-1A2B3C4D.jsonl          the first line tells what was evaluated, and how; the name has its checksum
     answers/TASK-1A2B3C4D.rank-1.jsonl   of further ranks, each of which writes for itself
     answers/TASK-1A2B3C4D.2.jsonl        of a second command that asks the same at the same time
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from thoughtbubbles.evals.marks import Answer
+from thoughtbubbles.evals.metrics import Answer
 from thoughtbubbles.files import named, parse_json, read_bytes, short_name
 
 REMEDY = "delete it; what it held is answered again"
@@ -29,7 +29,7 @@ FIELDS = {"document", "time", "crc32", *(field.name for field in fields(Answer))
 
 
 class Answers:
-    """Those of one exam. As a context it keeps a file open for what this rank adds."""
+    """Those of one benchmark. As a context it keeps a file open for what this rank adds."""
 
     def __init__(self, folder: Path, task: str, about: Mapping[str, Any], *, rank: int = 0):
         self.folder, self.about = folder, json.dumps(about, sort_keys=True)

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from thoughtbubbles.evals.autoregressive import Scores, compare
-from thoughtbubbles.evals.documents import Exam
-from thoughtbubbles.evals.marks import Answer, mean_and_error
+from thoughtbubbles.evals.documents import Benchmark
+from thoughtbubbles.evals.metrics import Answer, mean_and_error
 from thoughtbubbles.evals.tasks.task import Choices
 
 NATS, PERCENT = "nats per token", "%"
@@ -40,18 +40,20 @@ def pair_scores(
     return {"title": "perplexity", "series": series}
 
 
-def pair_answers(exam: Exam, answers: Sequence[Mapping[int, Answer]], budgets: Sequence[object]) -> dict[str, Any]:
-    """Of an exam: what was right, and, where there are choices, the loss of the right one."""
+def pair_answers(
+    benchmark: Benchmark, answers: Sequence[Mapping[int, Answer]], budgets: Sequence[object]
+) -> dict[str, Any]:
+    """Of a benchmark: what was right, and, where there are choices, the loss of the right one."""
     right = [[answer.scores["accuracy"] for answer in each.values()] for each in answers]
     series = {"accuracy": {"title": "accuracy", "unit": PERCENT, "rows": _rows(right, budgets)}}
-    if all(isinstance(document, Choices) for document in exam.documents.values()):
-        losses = [[_loss(exam, number, answer) for number, answer in each.items()] for each in answers]
+    if all(isinstance(document, Choices) for document in benchmark.documents.values()):
+        losses = [[_loss(benchmark, number, answer) for number, answer in each.items()] for each in answers]
         series["loss"] = {"title": "loss of the right choice", "unit": NATS, "rows": _rows(losses, budgets)}
-    return {"title": exam.task.title, "series": series}
+    return {"title": benchmark.task.title, "series": series}
 
 
-def _loss(exam: Exam, number: int, answer: Answer) -> float:
-    document = exam.documents[number]
+def _loss(benchmark: Benchmark, number: int, answer: Answer) -> float:
+    document = benchmark.documents[number]
     assert isinstance(document, Choices)
     return -answer.log_probs[document.gold] / answer.tokens[document.gold]
 

@@ -1,7 +1,7 @@
-"""The documents of an exam, from a folder of JSON lines: NAME.jsonl, packed with gzip (.gz) or xz (.xz) or not at all.
+"""The documents of a benchmark, from a folder of JSON lines: NAME.jsonl, also compressed (.gz or .xz).
 
-The folder is the one given, or its folder `eval`. Lines that are no part of the exam are passed over; a line that is
-damaged is an error that tells its number.
+The folder is the one given, or its folder `eval`. Lines that are not part of the benchmark are skipped; a line
+that is damaged is an error that tells its number.
 """
 
 import json
@@ -20,9 +20,9 @@ ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.xz")
 LINE_BYTES = 1 << 24  # of a line at most: a small file may unpack to one that fills the memory
 
 
-class Exam(NamedTuple):
+class Benchmark(NamedTuple):
     task: Task
-    documents: dict[int, Choices | Question]  # by their number in the exam
+    documents: dict[int, Choices | Question]  # by their number in the benchmark
     checksum: int  # of all documents, also those that were not chosen: numbers mean the same in every part
 
 
@@ -31,25 +31,27 @@ def data_folder(given: Path | None) -> Path:
     given_name = os.environ.get(VARIABLE) if given is None else str(given)
     if not given_name:
         raise ValueError(
-            f"--data-dir is missing: give the folder with the exams, files such as hellaswag.validation.jsonl.gz, or "
-            f"name it in the environment as {VARIABLE}"
+            f"--data-dir is missing: give the folder with the benchmarks, files such as hellaswag.validation.jsonl.gz, "
+            f"or name it in the environment as {VARIABLE}"
         )
     folder = Path(given_name)
-    with named(f"--data-dir {short_name(folder)}", "give the folder with the exams"):
+    with named(f"--data-dir {short_name(folder)}", "give the folder with the benchmarks"):
         if not folder.is_dir():
             missing = "is not a folder: give the one" if folder.exists() else "there is no such folder: give the one"
-            raise ValueError(f"--data-dir {short_name(folder)}: {missing} with the exams")
+            raise ValueError(f"--data-dir {short_name(folder)}: {missing} with the benchmarks")
     return folder
 
 
-def open_exam(task: Task, folder: Path, *, limit: int | None = None) -> Exam:
+def open_benchmark(task: Task, folder: Path, *, limit: int | None = None) -> Benchmark:
     """All documents, or `limit` of them, evenly spread."""
     every = [document for path in find_files(task, folder) for document in _read(task, path)]
     if not every:
-        raise ValueError(f"{task.name}: its files in {folder} hold no document of the exam; is this the right file?")
+        raise ValueError(
+            f"{task.name}: its files in {folder} hold no document of the benchmark; is this the right file?"
+        )
     n = len(every) if limit is None else min(limit, len(every))
     chosen = {index: every[index] for index in (i * len(every) // n for i in range(n))}
-    return Exam(task, chosen, zlib.crc32(repr(every).encode()))
+    return Benchmark(task, chosen, zlib.crc32(repr(every).encode()))
 
 
 def find_files(task: Task, folder: Path) -> list[Path]:

@@ -60,21 +60,27 @@ def _bins(values: list[float]) -> np.ndarray:
     return np.linspace(low - margin, high + margin, count + 1)
 
 
-def draw_exams(results: Path) -> list[Path]:
-    """One figure of all exams, and one for each exam that has many parts; none where matplotlib is missing."""
+def draw_benchmarks(results: Path) -> list[Path]:
+    """One figure of all benchmarks, and one for each that has many parts; none where matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
         return []
     matplotlib.use("Agg")
     found = read_object(results)["tasks"]
-    exams = {name: exam for name, exam in found.items() if "accuracy" in exam}
-    drawn = [_draw_bars(results.with_name("exams.png"), {exam["title"]: exam for exam in exams.values()}, "")]
-    for name, exam in exams.items():
-        for group, parts in exam.get("by", {}).items():
+    benchmarks = {name: benchmark for name, benchmark in found.items() if "accuracy" in benchmark}
+    drawn = [
+        _draw_bars(
+            results.with_name("benchmarks.png"),
+            {benchmark["title"]: benchmark for benchmark in benchmarks.values()},
+            "",
+        )
+    ]
+    for name, benchmark in benchmarks.items():
+        for group, parts in benchmark.get("by", {}).items():
             if len(parts) > 1:
                 path = results.with_name(f"{name}-by-{group}.png")
-                drawn.append(_draw_bars(path, {**parts, "all": exam}, f"{exam['title']} by {group}"))
+                drawn.append(_draw_bars(path, {**parts, "all": benchmark}, f"{benchmark['title']} by {group}"))
     return drawn
 
 

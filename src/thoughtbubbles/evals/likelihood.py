@@ -1,4 +1,4 @@
-"""log p(continuation | context): the one primitive behind every exam that compares texts.
+"""log p(continuation | context): the one primitive behind every benchmark that compares texts.
 
     row        context    continuation          the last token is no input: nothing after it is scored
     inputs     a b c      d e
@@ -131,7 +131,7 @@ def _check(query: Query, number: int, block_size: int) -> None:
         raise ValueError(
             f"query {number} has a continuation of {len(query.continuation)} tokens, more than "
             f"block_size = {block_size}: a context can be shortened, but not what is scored; take a model with a "
-            "larger block, or another exam"
+            "larger block, or another benchmark"
         )
 
 

@@ -18,10 +18,10 @@ from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.answers import Answers
 from thoughtbubbles.evals.autoregressive import Scores, Windows
 from thoughtbubbles.evals.budgets import pair_answers, pair_scores
-from thoughtbubbles.evals.documents import Exam
+from thoughtbubbles.evals.documents import Benchmark
 from thoughtbubbles.evals.errors import agree
-from thoughtbubbles.evals.exam import Conditions, sit
-from thoughtbubbles.evals.marks import Answer, fits, summary
+from thoughtbubbles.evals.evaluate import Conditions, evaluate
+from thoughtbubbles.evals.metrics import Answer, fits, summary
 from thoughtbubbles.evals.perplexity import describe, join, perplexity
 from thoughtbubbles.evals.progress import Progress
 from thoughtbubbles.evals.results import exact
@@ -33,7 +33,7 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class Job:
     """What every task needs."""
 
     settings: Evaluation
@@ -66,83 +66,85 @@ class Found:
     """The budgets against the first one."""
 
 
-def measure_text(bench: Bench, windows: Windows) -> Found:
-    n_bytes, content = text_bytes(windows, bench.tokenizer), checksum(windows)
-    scores = [_score(bench, windows, budget) for budget in bench.budgets]
+def measure_text(job: Job, windows: Windows) -> Found:
+    n_bytes, content = text_bytes(windows, job.tokenizer), checksum(windows)
+    scores = [_score(job, windows, budget) for budget in job.budgets]
     numbers = [
         {
-            **describe(bench.model.config, each, vocab_size=bench.tokenizer.size, n_bytes=n_bytes),
+            **describe(job.model.config, each, vocab_size=job.tokenizer.size, n_bytes=n_bytes),
             "text": content,
         }
         for each in scores
     ]
-    return Found(numbers=numbers, paired=pair_scores(numbers[0], scores, bench.budgets))
+    return Found(numbers=numbers, paired=pair_scores(numbers[0], scores, job.budgets))
 
 
-def _score(bench: Bench, windows: Windows, budget: Number | None) -> dict[str, Scores]:
-    world = bench.world
+def _score(job: Job, windows: Windows, budget: Number | None) -> dict[str, Scores]:
+    world = job.world
     n_shares = min(world.size, len(windows.ids))
 
     def own() -> dict[str, Scores] | None:
         if world.rank >= n_shares:
             return None
-        with bench.precision():
+        with job.precision():
             return perplexity(
-                bench.model,
+                job.model,
                 windows.every(n_shares, first=world.rank),
-                vocab_size=bench.tokenizer.size,
+                vocab_size=job.tokenizer.size,
                 budget=budget,
-                batch=bench.settings.batch,
-                report=lambda title: bench.progress.begin(bench.title(title, budget)),
+                batch=job.settings.batch,
+                report=lambda title: job.progress.begin(job.title(title, budget)),
             )
 
     return join([share for share in world.gather(agree(world, own)) if share is not None])
 
 
-def sit_exam(bench: Bench, exam: Exam) -> Found:
-    found = [_answers(bench, exam, budget) for budget in bench.budgets]
+def evaluate_benchmark(job: Job, benchmark: Benchmark) -> Found:
+    found = [_answers(job, benchmark, budget) for budget in job.budgets]
     numbers = [
-        {**summary(exam.task, list(answers.values())), **circumstances, "questions": exam.checksum}
+        {**summary(benchmark.task, list(answers.values())), **circumstances, "questions": benchmark.checksum}
         for answers, circumstances in found
     ]
-    paired = pair_answers(exam, [answers for answers, _ in found], bench.budgets)
+    paired = pair_answers(benchmark, [answers for answers, _ in found], job.budgets)
     return Found(numbers=numbers, paired=paired)
 
 
-def _answers(bench: Bench, exam: Exam, budget: Number | None) -> tuple[dict[int, Answer], dict[str, Any]]:
+def _answers(job: Job, benchmark: Benchmark, budget: Number | None) -> tuple[dict[int, Answer], dict[str, Any]]:
     """To all documents, in their order; those that are on disk are not asked again."""
-    task, world, settings = exam.task, bench.world, bench.settings
-    described = {"task": task.name, "version": task.version, "questions": exam.checksum, **bench.about}
+    task, world, settings = benchmark.task, job.world, job.settings
+    described = {"task": task.name, "version": task.version, "questions": benchmark.checksum, **job.about}
     described["budget"] = None if budget is None else exact(budget)
     if task.max_new:
-        described["method"] = settings.method or exact_method(bench.model.config)
-    answers = Answers(bench.answers, task.name, described, rank=world.rank)
-    known = world.gather(agree(world, lambda: _known(answers, exam, fresh=settings.fresh) if world.is_first else {}))[0]
-    left = [number for number in exam.documents if number not in known]
+        described["method"] = settings.method or exact_method(job.model.config)
+    answers = Answers(job.answers, task.name, described, rank=world.rank)
+    known = world.gather(
+        agree(world, lambda: _known(answers, benchmark, fresh=settings.fresh) if world.is_first else {})
+    )[0]
+    left = [number for number in benchmark.documents if number not in known]
     begun, n_known = time.perf_counter(), len(known)
-    agree(world, lambda: _answer(bench, exam, left[world.rank :: world.size], budget, answers, n_known=n_known))
+    agree(world, lambda: _answer(job, benchmark, left[world.rank :: world.size], budget, answers, n_known=n_known))
     seconds = max(world.gather(time.perf_counter() - begun))
     new = world.gather(answers.new)
     every = known | {number: answer for share in new for number, answer in share.items()}
-    return {number: every[number] for number in exam.documents}, {
+    return {number: every[number] for number in benchmark.documents}, {
         "seconds": seconds,
         "documents_per_second": len(left) / seconds if left else None,
         "answered_before": n_known,
     }
 
 
-def _known(answers: Answers, exam: Exam, *, fresh: bool) -> dict[int, Answer]:
+def _known(answers: Answers, benchmark: Benchmark, *, fresh: bool) -> dict[int, Answer]:
     """With `fresh` none; what was answered before stays on disk for documents that are not asked now."""
-    documents, found = exam.documents, {} if fresh else answers.read()
+    documents, found = benchmark.documents, {} if fresh else answers.read()
     return {n: answer for n, answer in found.items() if n in documents and fits(documents[n], answer)}
 
 
 def _answer(
-    bench: Bench, exam: Exam, numbers: list[int], budget: Number | None, answers: Answers, *, n_known: int
+    job: Job, benchmark: Benchmark, numbers: list[int], budget: Number | None, answers: Answers, *, n_known: int
 ) -> None:
-    task, settings, model = exam.task, bench.settings, bench.model
-    title = bench.title(task.title, budget)
-    report = bench.progress.begin(f"{title} ({n_known:,} answered before)" if n_known else title)
+    task, settings, model = benchmark.task, job.settings, job.model
+    title = job.title(task.title, budget)
+    report = job.progress.begin(f"{title} ({n_known:,} answered before)" if n_known else title)
     if not numbers:
         report(1.0)
         return
@@ -153,9 +155,9 @@ def _answer(
         method=settings.method,
         compiled=settings.compile,
     )
-    narrow = bench.precision()
+    narrow = job.precision()
     if task.max_new and settings.dtype == "bfloat16":
         model, narrow = deepcopy(model).to(torch.bfloat16), nullcontext()  # writing reads all weights at every step
-    documents = {number: exam.documents[number] for number in numbers}
+    documents = {number: benchmark.documents[number] for number in numbers}
     with answers, narrow:
-        sit(model, bench.tokenizer, task, documents, conditions, keep=answers.add, report=report)
+        evaluate(model, job.tokenizer, task, documents, conditions, keep=answers.add, report=report)

@@ -28,7 +28,7 @@ from thoughtbubbles.files import crc32, named, read_object, reason, short_name
 
 RESULTS, ANSWERS = "results.json", "answers"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,150}")  # of a folder
-FIGURES = ("perplexity.png", "exams.png", "budgets.png", *(f"{task}-by-*.png" for task in TASKS))
+FIGURES = ("perplexity.png", "benchmarks.png", "budgets.png", *(f"{task}-by-*.png" for task in TASKS))
 
 
 def home_of(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""`thoughtbubbles eval`: opens a checkpoint and the exams, has the model sit them, shows tables, writes results.json.
+"""`thoughtbubbles eval`: evaluates a checkpoint on benchmarks, shows tables, and writes results.json.
 
 Everything that can be wrong with settings and files is found before the first forward. Wrong settings end the command;
 a task that cannot be opened, or fails later, is reported beside the others. Answers are kept as they come
@@ -18,10 +18,10 @@ from thoughtbubbles.checkpoint import find_model, load, load_folder_tokenizer
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.autoregressive import Windows
-from thoughtbubbles.evals.documents import Exam, data_folder, open_exam
+from thoughtbubbles.evals.documents import Benchmark, data_folder, open_benchmark
 from thoughtbubbles.evals.errors import agree
-from thoughtbubbles.evals.exam import check_lengths
-from thoughtbubbles.evals.measure import Bench, Found, measure_text, sit_exam
+from thoughtbubbles.evals.evaluate import check_lengths
+from thoughtbubbles.evals.measure import Found, Job, evaluate_benchmark, measure_text
 from thoughtbubbles.evals.progress import Progress
 from thoughtbubbles.evals.results import (
     ANSWERS,
@@ -44,7 +44,7 @@ from thoughtbubbles.model.budget import Number
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.provenance import provenance
 
-Work = Windows | Exam
+Work = Windows | Benchmark
 
 
 def run(settings: Evaluation, world: World) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def run(settings: Evaluation, world: World) -> dict[str, Any]:
     home = home_of(folder) if settings.out is None else settings.out
     place = agree(world, lambda: make_folders(home, name, is_given=settings.out is not None))
     with Progress(quiet=not world.is_first) as progress:
-        bench = Bench(
+        job = Job(
             settings=settings,
             model=model,
             tokenizer=tokenizer,
@@ -73,7 +73,7 @@ def run(settings: Evaluation, world: World) -> dict[str, Any]:
             if remark := budget_remark(model.config, budget):
                 progress.say(remark)
         try:
-            found = _measure(bench, work, failed)
+            found = _measure(job, work, failed)
         except ValueError:
             if settings.out is None:
                 remove_empty(home, name)
@@ -155,9 +155,9 @@ def _open_tasks(
     def opened(name: str) -> Work:
         if name == "perplexity":
             return windows_for(settings, model.config, tokenizer)
-        exam = open_exam(TASKS[name], data_folder(settings.data_dir), limit=settings.limit)
-        check_lengths(exam, tokenizer, block_size=model.config.block_size)
-        return exam
+        benchmark = open_benchmark(TASKS[name], data_folder(settings.data_dir), limit=settings.limit)
+        check_lengths(benchmark, tokenizer, block_size=model.config.block_size)
+        return benchmark
 
     work: dict[str, Work] = {}
     for name in settings.names:
@@ -176,17 +176,17 @@ def _require_any(done: Mapping[str, object], failed: Mapping[str, str]) -> None:
         raise ValueError(f"{name}: {wrong}{also}")
 
 
-def _measure(bench: Bench, work: Mapping[str, Work], failed: dict[str, str]) -> dict[str, Found]:
+def _measure(job: Job, work: Mapping[str, Work], failed: dict[str, str]) -> dict[str, Found]:
     """One task after the other; what fails now is reported with what could not be opened."""
     found: dict[str, Found] = {}
     for name, wrong in failed.items():
-        bench.progress.say(f"{name} cannot run: {wrong}")
+        job.progress.say(f"{name} cannot run: {wrong}")
     for name, each in work.items():
         try:
-            found[name] = measure_text(bench, each) if isinstance(each, Windows) else sit_exam(bench, each)
+            found[name] = measure_text(job, each) if isinstance(each, Windows) else evaluate_benchmark(job, each)
         except ValueError as error:
             failed[name] = str(error)
-            bench.progress.say(f"{name} cannot run: {error}")
+            job.progress.say(f"{name} cannot run: {error}")
     _require_any(found, failed)
     return found
 
@@ -224,7 +224,7 @@ def _depends_on(
         tasks[name] = (
             checksum(each) if isinstance(each, Windows) else [each.task.version, each.checksum, settings.limit]
         )
-        if isinstance(each, Exam) and each.task.max_new:
+        if isinstance(each, Benchmark) and each.task.max_new:
             tasks[name].append(settings.method or exact_method(model.config))
     return {**about, "budgets": [None if budget is None else exact(budget) for budget in budgets], "tasks": tasks}
 

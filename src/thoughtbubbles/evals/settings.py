@@ -17,7 +17,7 @@ MOST = 10**9  # of anything that is counted
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Examine a trained model; the numbers go to results.json and to tables.
+    """Evaluate a trained model; the numbers go to results.json and to tables.
 
     perplexity: each token of validation text, scored in one parallel forward (blockwise) and from its own prefix
     (autoregressive). Through the KV cache, as with causal selection, the second takes one step per token. With block
@@ -28,7 +28,7 @@ class Evaluation:
     loss. gsm8k: answered freely, right if the last number is. They need files of questions: --data-dir. The budget is
     always proportional to each row's tokens.
 
-    Every answer of an exam is kept at once: a command that was killed goes on where it was when it is given again
+    Every answer of a benchmark is kept at once: a command that was killed goes on where it was when it is given again
     (perplexity begins anew). Under torchrun the ranks share the work.
 
     A task that cannot run (its file is missing or damaged, a choice is longer than the model's block) is reported with
@@ -38,13 +38,13 @@ class Evaluation:
     checkpoint: Path
     """The model: its folder, a checkpoint of a run, or a run (its newest checkpoint)."""
     tasks: tuple[str, ...] = ("perplexity",)
-    """What to examine: names from above; zero-shot (the paper's six: lambada, hellaswag, blimp, piqa, arc_easy,
+    """What to evaluate: names from above; zero-shot (the paper's six: lambada, hellaswag, blimp, piqa, arc_easy,
     arc_challenge); or all (perplexity among them if there is --data)."""
     data_dir: Path | None = None
-    """A folder with the exams, files such as hellaswag.validation.jsonl.gz, in it or in its folder eval. By default
+    """A folder with the benchmarks (files such as hellaswag.validation.jsonl.gz), in it or in its eval/. By default
     the environment's THOUGHTBUBBLES_DATA."""
     limit: int | None = None
-    """Documents of each exam at most, evenly spread over it (with --harness the first ones); all by default."""
+    """Documents of each benchmark at most, evenly spread over it (with --harness the first ones); all by default."""
     data: Path | None = None
     """For perplexity: a folder that `thoughtbubbles prepare` wrote, or RUN/data/synthetic of a tiny run."""
     split: str = "val"
@@ -59,7 +59,7 @@ class Evaluation:
     batch: int = 8
     """For perplexity: windows at a time."""
     batch_tokens: int | None = None
-    """For exams: tokens of a batch, padding included; by default 65,536 on cuda, 8,192 on mps, 4,096 on cpu."""
+    """For benchmarks: tokens of a batch, padding included; by default 65,536 on cuda, 8,192 on mps, 4,096 on cpu."""
     answers_at_once: int = 32
     """For gsm8k: answers written at a time."""
     method: Literal["cached", "uncached"] | None = None

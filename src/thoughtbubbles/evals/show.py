@@ -9,12 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from thoughtbubbles.evals.budgets import budget_remarks, budget_table
-from thoughtbubbles.evals.figures import draw_budgets, draw_exams, draw_perplexity
+from thoughtbubbles.evals.figures import draw_benchmarks, draw_budgets, draw_perplexity
 from thoughtbubbles.evals.perplexity import remarks, table_of
 
 FEW = 12  # groups that a table shows one by one
 WAYS = {"accuracy": "accuracy", "accuracy_sum": "sum", "accuracy_character": "char-\nacter", "accuracy_byte": "byte"}
-MARKED = (
+METRICS_EXPLAINED = (
     "In percent ± standard error. accuracy: the choice of the lowest mean loss a token, as in the paper; sum: of the "
     "lowest loss in all (lm-evaluation-harness's acc); character: of the lowest a character (its acc_norm); byte: of "
     "the lowest a byte (its acc_bytes)."
@@ -26,8 +26,8 @@ def show(results: dict[str, Any], path: Path) -> None:
     if results["selection"] is not None:
         rule = f"{results['selection']} selection, r = {results['budget']}"
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    exams = {name: found for name, found in results["tasks"].items() if name != "perplexity"}
-    told, drawn = exam_remarks(exams), []
+    benchmarks = {name: found for name, found in results["tasks"].items() if name != "perplexity"}
+    told, drawn = benchmark_remarks(benchmarks), []
     if "budgets" in results:
         is_causal = results["selection"] != "block"
         title = f"{results['selection']} selection, proportional budget"
@@ -41,12 +41,14 @@ def show(results: dict[str, Any], path: Path) -> None:
         for line in remarks(results["tasks"]["perplexity"]):
             console.print(line, soft_wrap=True)
         drawn.append(draw_perplexity(path))
-    if exams and "budgets" not in results:
-        console.print(exam_table(exams, title=f"{rule}, proportional budget" if results["selection"] else rule))
-        told += [MARKED] if any("accuracy_sum" in found for found in exams.values()) else []
+    if benchmarks and "budgets" not in results:
+        console.print(
+            benchmark_table(benchmarks, title=f"{rule}, proportional budget" if results["selection"] else rule)
+        )
+        told += [METRICS_EXPLAINED] if any("accuracy_sum" in found for found in benchmarks.values()) else []
     for line in told:
         console.print(line, soft_wrap=True, markup=False)
-    drawn += draw_exams(path) if exams else []
+    drawn += draw_benchmarks(path) if benchmarks else []
     if results["failed"]:
         console.print(failed_table(results["failed"]))
     figures = [str(figure) for figure in drawn if figure]
@@ -63,13 +65,13 @@ def failed_table(failed: dict[str, str]) -> Table:
     return table
 
 
-def exam_table(exams: dict[str, Any], *, title: str) -> Table:
+def benchmark_table(benchmarks: dict[str, Any], *, title: str) -> Table:
     """80 columns are enough."""
     table = Table(title=title)
     table.add_column("", min_width=14, overflow="fold")
     for heading in ("docu-\nments", *WAYS.values(), "chance"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for found in exams.values():
+    for found in benchmarks.values():
         _add(table, found["title"], found)
         for group, parts in found.get("by", {}).items():
             if len(parts) <= FEW:
@@ -89,10 +91,10 @@ def percent(value: dict[str, Any]) -> str:
     return f"{100 * value['mean']:.2f}" + ("" if error is None else f"\n± {100 * error:.2f}")
 
 
-def exam_remarks(exams: dict[str, Any]) -> list[str]:
+def benchmark_remarks(benchmarks: dict[str, Any]) -> list[str]:
     """What no table says, in words."""
     lines = []
-    for found in exams.values():
+    for found in benchmarks.values():
         if "perplexity" in found:
             error = found["perplexity"]["standard_error"]
             plus_minus = "" if error is None else f" ± {error:,.2f}"

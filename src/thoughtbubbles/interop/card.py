@@ -67,7 +67,7 @@ anew unless it is told `use_cache=True`, which lets the causal rule stand in."""
 CONVERTED = "The numbers below are those of the {before} weights, before they were converted to {dtype}.\n"
 RESULTS = "Results of `thoughtbubbles eval`.\n"
 PERPLEXITY = ("text, scored", "nats a token", "perplexity", "bits a byte", "tokens")
-EXAMS = ("exam", "documents", "accuracy", "acc", "acc_norm", "perplexity", "chance")
+BENCHMARKS = ("benchmark", "documents", "accuracy", "acc", "acc_norm", "perplexity", "chance")
 CONDITIONS = ("limit", "data", "windows", "method", "selection", "budget", "precision")
 DAMAGED = (
     KeyError,
@@ -77,7 +77,7 @@ DAMAGED = (
     OverflowError,
     ZeroDivisionError,
 )  # what a reader meets there
-MARKS = """\
+METRICS = """\
 Accuracy in percent ± standard error; accuracy: the choice of the lowest mean loss a token, acc: of the lowest loss in
 all, acc_norm: of the lowest loss a character (the last two as in lm-evaluation-harness).
 """
@@ -234,17 +234,17 @@ def is_about(results: dict[str, Any], folder: Path, weights: dict[str, int]) -> 
 
 
 def evaluation(every: Sequence[dict[str, Any]]) -> str:
-    """Perplexity by way, and one line an exam; groups, single windows and times stay in results.json."""
-    lines: dict[str, dict[tuple[str, ...], dict[str, object]]] = {"perplexity": {}, "exams": {}}
+    """Perplexity by way, and one line a benchmark; groups, single windows and times stay in results.json."""
+    lines: dict[str, dict[tuple[str, ...], dict[str, object]]] = {"perplexity": {}, "benchmarks": {}}
     for results in every:
         for kind, line in result_lines(results):
             lines[kind].pop(line.measured, None)
             lines[kind][line.measured] = line.cells
-    ways, exams = (list(lines[kind].values()) for kind in ("perplexity", "exams"))
+    ways, benchmarks = (list(lines[kind].values()) for kind in ("perplexity", "benchmarks"))
     parts = [table((*PERPLEXITY, *CONDITIONS), [list(cells.values()) for cells in ways])]
-    parts.append(table((*EXAMS, *CONDITIONS), [list(cells.values()) for cells in exams]))
-    parts.append(MARKS if exams else "")
-    return "\n".join([RESULTS, *filter(None, parts)]) if ways or exams else ""
+    parts.append(table((*BENCHMARKS, *CONDITIONS), [list(cells.values()) for cells in benchmarks]))
+    parts.append(METRICS if benchmarks else "")
+    return "\n".join([RESULTS, *filter(None, parts)]) if ways or benchmarks else ""
 
 
 def result_lines(results: dict[str, Any]) -> list[tuple[str, Line]]:
@@ -274,7 +274,7 @@ def task_lines(
             yield "perplexity", Line(tuple(map(str, [*same, text, name])), way_cells(way) | told)
     else:
         asked = [scores["version"], scores.get("questions")]
-        yield "exams", Line(tuple(map(str, [*same, *asked])), exam_cells(scores) | told)
+        yield "benchmarks", Line(tuple(map(str, [*same, *asked])), benchmark_cells(scores) | told)
 
 
 def way_cells(way: dict[str, Any]) -> dict[str, object]:
@@ -287,16 +287,16 @@ def way_cells(way: dict[str, Any]) -> dict[str, object]:
     }
 
 
-def exam_cells(exam: dict[str, Any]) -> dict[str, object]:
-    marks = [exam.get(way) for way in ("accuracy", "accuracy_sum", "accuracy_character")]
+def benchmark_cells(benchmark: dict[str, Any]) -> dict[str, object]:
+    marks = [benchmark.get(way) for way in ("accuracy", "accuracy_sum", "accuracy_character")]
     percent = [mark and with_error(100 * mark["mean"], scaled(mark["standard_error"]), "{:.2f}") for mark in marks]
-    words = exam.get("perplexity")
+    words = benchmark.get("perplexity")
     return {
-        "title": exam["title"],
-        "documents": exam["documents"],
-        **dict(zip(EXAMS[2:5], percent, strict=True)),
+        "title": benchmark["title"],
+        "documents": benchmark["documents"],
+        **dict(zip(BENCHMARKS[2:5], percent, strict=True)),
         "words": words and with_error(words["mean"], words["standard_error"], "{:,.2f}"),
-        "chance": None if exam["chance"] is None else f"{100 * exam['chance']:.2f}",
+        "chance": None if benchmark["chance"] is None else f"{100 * benchmark['chance']:.2f}",
     }
 
 

@@ -38,11 +38,11 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalSet:
-    """Tasks of upstream's that read the file of one of our exams."""
+    """Tasks of upstream's that read the file of one of our benchmarks."""
 
-    exam: Task
+    benchmark: Task
     split: str
-    """What upstream calls the part that is examined."""
+    """What upstream calls the split that is evaluated."""
     definitions: tuple[str, ...]
     """Upstream's, as patterns below its folder of tasks."""
     rewrite: Callable[[Record], Record]
@@ -57,7 +57,7 @@ class LocalSet:
     @property
     def files(self) -> dict[str, str]:
         """Our file for each of upstream's splits, without its ending."""
-        return {self.split: self.exam.file, **self.more}
+        return {self.split: self.benchmark.file, **self.more}
 
 
 def _lambada(record: Record) -> Record:
@@ -80,12 +80,12 @@ def _same(*names: str) -> Callable[[Record], Record]:
 
 
 SETS = (
-    LocalSet(exam=TASKS["lambada"], split="test", definitions=("lambada/lambada_openai.yaml",), rewrite=_lambada),
+    LocalSet(benchmark=TASKS["lambada"], split="test", definitions=("lambada/lambada_openai.yaml",), rewrite=_lambada),
     LocalSet(
-        exam=TASKS["hellaswag"], split="validation", definitions=("hellaswag/hellaswag.yaml",), rewrite=_hellaswag
+        benchmark=TASKS["hellaswag"], split="validation", definitions=("hellaswag/hellaswag.yaml",), rewrite=_hellaswag
     ),
     LocalSet(
-        exam=TASKS["blimp"],
+        benchmark=TASKS["blimp"],
         split="train",
         definitions=("blimp/[!_]*.yaml",),
         rewrite=_same("sentence_good", "sentence_bad"),
@@ -94,7 +94,7 @@ SETS = (
     ),
     *(
         LocalSet(
-            exam=TASKS[name],
+            benchmark=TASKS[name],
             split="test",
             definitions=(f"arc/{name}.yaml",),
             rewrite=_arc,
@@ -103,14 +103,14 @@ SETS = (
         for name in ("arc_easy", "arc_challenge")
     ),
     LocalSet(
-        exam=TASKS["piqa"],
+        benchmark=TASKS["piqa"],
         split="validation",
         definitions=("piqa/piqa.yaml",),
         rewrite=_same("goal", "sol1", "sol2", "label"),
         more={"train": "piqa.train"},
     ),
     LocalSet(
-        exam=TASKS["mmlu_continuation"],
+        benchmark=TASKS["mmlu_continuation"],
         split="test",
         definitions=("mmlu/continuation/mmlu_*.yaml",),
         rewrite=_same("subject", "question", "choices", "answer"),
@@ -119,7 +119,7 @@ SETS = (
         group="mmlu/continuation/_mmlu.yaml",
     ),
     LocalSet(
-        exam=TASKS["gsm8k"],
+        benchmark=TASKS["gsm8k"],
         split="test",
         definitions=("gsm8k/gsm8k.yaml", "gsm8k/gsm8k-cot-zeroshot.yaml", "gsm8k/gsm8k-cot.yaml"),
         rewrite=_same("question", "answer"),
@@ -175,7 +175,7 @@ def check_tasks(tasks: Sequence[str], data_dir: Path) -> None:
             short = [name for of_set in SETS for name in task_names(of_set)[: None if of_set.group is None else 1]]
             hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(short)}"
             raise ValueError(f"--tasks {short_name(task)}: the harness has no such task on local files; {hint}")
-        find_files(known[task].exam, data_dir)  # says what to fetch, and where it should lie
+        find_files(known[task].benchmark, data_dir)  # says what to fetch, and where it should lie
 
 
 def _check_complete(of_set: LocalSet, tasks: Sequence[str], folder: Path) -> None:
@@ -183,7 +183,9 @@ def _check_complete(of_set: LocalSet, tasks: Sequence[str], folder: Path) -> Non
     for task in tasks:
         if task in lacking or (lacking and task == task_names(of_set)[0]):
             parts = ", ".join(lacking[:3]) + (", …" if len(lacking) > 3 else "")
-            raise ValueError(f"--tasks {task}: {of_set.exam.file}.jsonl has no records for {parts}; fetch all of it")
+            raise ValueError(
+                f"--tasks {task}: {of_set.benchmark.file}.jsonl has no records for {parts}; fetch all of it"
+            )
 
 
 @cache
@@ -205,7 +207,7 @@ def definitions(of_set: LocalSet) -> list[Path]:
 
 
 def _write_set(of_set: LocalSet, sources: Mapping[str, Path], partial: Path, folder: Path) -> None:
-    if of_set.exam.file not in sources:
+    if of_set.benchmark.file not in sources:
         return
     at_hand = {split: name for split, name in of_set.files.items() if name in sources}
     written = {split: _write_records(of_set, sources[name], partial, name) for split, name in at_hand.items()}
@@ -239,16 +241,16 @@ def _write_records(of_set: LocalSet, source: Path, partial: Path, name: str) -> 
     named_parts = {load_yaml(path, resolve_func=False)["dataset_name"] for path in definitions(of_set)}
     for number, record in records(source):
         try:
-            of_set.exam.document(record)  # its fields are what they should be
+            of_set.benchmark.document(record)  # its fields are what they should be
             if of_set.part and record[of_set.part] not in named_parts:
                 continue
             line = json.dumps(of_set.rewrite(record), ensure_ascii=False)
             parts.setdefault(record[of_set.part] if of_set.part else None, []).append(line)
         except KeyError as error:
-            missing = f"the field {error} is missing; a line has {of_set.exam.fields}"
+            missing = f"the field {error} is missing; a line has {of_set.benchmark.fields}"
             raise ValueError(f"{source}, line {number}: {missing}") from None
         except (IndexError, TypeError, ValueError) as error:
-            raise ValueError(f"{source}, line {number}: {error}; a line has {of_set.exam.fields}") from None
+            raise ValueError(f"{source}, line {number}: {error}; a line has {of_set.benchmark.fields}") from None
         except RecursionError:
             raise ValueError(f"{source}, line {number}: a field is nested too deeply") from None
     files = {part: f"{name}.jsonl" if part is None else f"{name}.{part}.jsonl" for part in parts}

@@ -1,4 +1,4 @@
-"""The exams, by name. One file each; data/records.py is the home of the formats that training and exams share."""
+"""The benchmarks, by name. One file each; data/records.py has the formats that training and benchmarks share."""
 
 from thoughtbubbles.evals.tasks.arc import ARC_CHALLENGE, ARC_EASY
 from thoughtbubbles.evals.tasks.blimp import BLIMP

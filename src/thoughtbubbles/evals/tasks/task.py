@@ -1,7 +1,7 @@
-"""What an exam is: where its questions lie, and how one of them becomes a document.
+"""What a benchmark is: where its questions lie, and how one of them becomes a document.
 
 There are two kinds of documents. `Choices` are compared by the likelihood of each (a single one must be the model's
-own greedy continuation); `Question`s are answered freely. evals/marks.py tells how they are marked.
+own greedy continuation); `Question`s are answered freely. evals/metrics.py tells how they are scored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ class Question(NamedTuple):
 class Task:
     name: str
     version: int
-    """Raised whenever a change of prompt or marking changes a score."""
+    """Raised whenever a change of prompt or scoring changes a score."""
     title: str
     file: str
     """The name of its file of JSON lines, without .jsonl and what it is packed with; a * takes all that match."""
@@ -35,7 +35,7 @@ class Task:
     fields: str
     """Of a line, for those who make the file themselves."""
     document: Callable[[Mapping[str, Any]], Choices | Question | None]
-    """Of a line; None for one that is no part of the exam. A missing field is a KeyError, a wrong one a ValueError."""
+    """Of a line; None for one that is not part of it. A missing field is a KeyError, a wrong one a ValueError."""
     max_new: int = 0
     """Tokens of a free answer at most."""
     is_right: Callable[[str, str], bool] = field(default=lambda text, answer: text == answer)

@@ -1,6 +1,6 @@
 """From answers to numbers.
 
-A document with choices is marked four ways, each of which names the choice that it finds best (the first of equals):
+A document with choices is scored four ways, each of which names the choice that it finds best (the first of equals):
 
     accuracy            the lowest mean loss a token, which is the paper's way and the headline of every task
     accuracy_sum        the lowest loss in all: lm-evaluation-harness's `acc`
@@ -24,7 +24,7 @@ WAYS = {"accuracy", "accuracy_sum", "accuracy_character", "accuracy_byte"}
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Of one document: its marks, and what they were made from."""
+    """Of one document: its scores, and what they were made from."""
 
     scores: dict[str, float]
     groups: dict[str, str] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Answer:
     """A free answer."""
 
 
-def mark(document: Choices, found: Sequence[Likelihood]) -> Answer:
+def score_choices(document: Choices, found: Sequence[Likelihood]) -> Answer:
     return Answer(
         scores=scores(document, found),
         groups=document.groups,
@@ -79,7 +79,7 @@ def _best(sums: Sequence[float], sizes: Sequence[int]) -> int:
 
 
 def summary(task: Task, answers: Sequence[Answer]) -> dict[str, Any]:
-    """All numbers of an exam, for JSON."""
+    """All numbers of a benchmark, for JSON."""
     names = sorted({name for answer in answers for name in answer.groups})
     cut = [answer.truncated for answer in answers if answer.truncated]
     return {

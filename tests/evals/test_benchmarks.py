@@ -1,4 +1,4 @@
-"""Exams from end to end: a model sits them, is killed, goes on, shares them with other ranks."""
+"""Benchmarks from end to end: a model sits them, is killed, goes on, shares them with other ranks."""
 
 import io
 import json
@@ -26,7 +26,7 @@ from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.likelihood import encode_choices, log_likelihoods
 from thoughtbubbles.evals.run import run
 from thoughtbubbles.evals.settings import Evaluation
-from thoughtbubbles.evals.show import exam_table
+from thoughtbubbles.evals.show import benchmark_table
 from thoughtbubbles.evals.tasks import TASKS
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
@@ -47,7 +47,7 @@ def _short_answers(monkeypatch):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
-    """Of bytes, 160 a row: long enough for all but one question of the exams below."""
+    """Of bytes, 160 a row: long enough for all but one question of the benchmarks below."""
     folders = {}
     for name, form in FORMS.items():
         base = {"n_layer": 3, "n_head": 2, "width": 16, "vocab_size": 300, "block_size": 160, "merge": "residual"}
@@ -60,8 +60,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory) -> Path:
-    """Three documents of each exam; the last LAMBADA passage and GSM8K question are longer than a block."""
-    folder = tmp_path_factory.mktemp("exams")
+    """Three documents of each benchmark; the last LAMBADA passage and GSM8K question are longer than a block."""
+    folder = tmp_path_factory.mktemp("benchmarks")
     for name, record in RECORDS.items():
         if name == "mmlu_continuation":
             continue
@@ -117,12 +117,12 @@ def test_the_command(models, questions, tmp_path, capsys):
         "LAMBADA: 1 of 3 documents were longer than the model's block and lost",
         "GSM8K: 1 of 3 documents were longer than the model's block and lost",
         "lm-evaluation-harness's acc",
-        f"Written: {out / 'results.json'} and {out / 'perplexity.png'}, {out / 'exams.png'}",
+        f"Written: {out / 'results.json'} and {out / 'perplexity.png'}, {out / 'benchmarks.png'}",
     ):
         assert expected in shown.out
     assert "HellaSwag: 100%, done in" in shown.err
     results = json.loads((out / "results.json").read_text())
-    assert (out / "exams.png").read_bytes().startswith(PNG)
+    assert (out / "benchmarks.png").read_bytes().startswith(PNG)
     assert list(results["tasks"]) == ["perplexity", *TASKS]
     assert (results["budget"], results["selection"], results["ranks"]) == ("1.5", "causal", 1)
     assert results["config"]["block_size"] == 160
@@ -189,7 +189,7 @@ def test_answers_of_other_settings_are_not_mixed_in(models, questions, tmp_path,
         assert (answered_before(**changes), answered_before(**changes)) == (0, 3), changes
     assert answered_before() == answered_before(budget=("3/2",)) == 3  # which is the model's own
     assert answered_before(method="uncached") == 3  # choices are not written
-    assert answered_before(limit=2) == 2  # of the same exam
+    assert answered_before(limit=2) == 2  # of the same benchmark
     monkeypatch.setitem(TASKS, "piqa", replace(TASKS["piqa"], version=2))
     assert (answered_before(), answered_before()) == (0, 3)
     other = lively_model(load(folder).config, seed=5, dtype=torch.float32)
@@ -294,7 +294,7 @@ def test_the_table_fits_into_80_columns(models, questions, tmp_path):
     results["tasks"]["blimp"]["by"]["set"]["[red]x[/blue]"] = results["tasks"]["blimp"]["by"]["set"].pop("agreement")
     results["tasks"]["piqa"]["accuracy"] = {"mean": 0.5, "standard_error": 0.0123}
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(exam_table(results["tasks"], title="title"))
+    console.print(benchmark_table(results["tasks"], title="title"))
     shown = console.export_text()
     for text in ("MMLU", "continuation", "ARC-Challenge", "HellaSwag", "[red]x", "docu-", "char-", "chance"):
         assert text in shown
@@ -377,8 +377,8 @@ def test_real_sets(tmp_path):
     names = tuple(name for name in TASKS if name != "gsm8k")
     found = evaluate(folder, data, tmp_path / "out", tasks=names, limit=6, dtype="float32")["tasks"]
     written = evaluate(folder, data, tmp_path / "out", tasks=("gsm8k",), limit=2, dtype="float32")["tasks"]
-    for name, exam in {**found, **written}.items():
-        assert exam["documents"] == (2 if name == "gsm8k" else 6)
+    for name, benchmark in {**found, **written}.items():
+        assert benchmark["documents"] == (2 if name == "gsm8k" else 6)
         for answer in answers(tmp_path / "out", name):
             assert len(answer["log_probs"]) == len(answer["tokens"]) == n_choices.get(name, len(answer["tokens"]))
             assert all(log_prob < 0 for log_prob in answer["log_probs"])
@@ -397,7 +397,7 @@ def test_mistakes(models, questions, tmp_path, capsys, monkeypatch):
     save_model(small, model, tokenizer=tokenizer("bytes"))
     for arguments, message in (
         (["--tasks", "helaswag"], "--tasks helaswag: there is no such task; did you mean hellaswag"),
-        (["--tasks", "piqa"], "--data-dir is missing: give the folder with the exams"),
+        (["--tasks", "piqa"], "--data-dir is missing: give the folder with the benchmarks"),
         (["--tasks", "piqa", "--data-dir", str(tmp_path / "x")], "there is no such folder"),
         (["--tasks", "piqa", "--data-dir", str(empty)], "has no piqa.validation.jsonl (.gz or .xz): get the set from"),
         (["--tasks", "piqa", "--data-dir", str(damaged)], "piqa.validation.jsonl, line 2: Expecting"),

@@ -1,4 +1,4 @@
-"""A model sits an exam: every document that has no answer yet gets one.
+"""A model is evaluated on a benchmark: every document that has no answer yet gets one.
 
 Choices become likelihoods, batched by length over all documents together. Free answers are written greedily, in batches
 through the cache; block selection has no exact cache, so there every row is read anew for every token, unless told
@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from thoughtbubbles.data.tokenizer import Tokenizer
-from thoughtbubbles.evals.documents import Exam
+from thoughtbubbles.evals.documents import Benchmark
 from thoughtbubbles.evals.likelihood import Likelihood, each_likelihood, encode_choices
-from thoughtbubbles.evals.marks import Answer, mark
+from thoughtbubbles.evals.metrics import Answer, score_choices
 from thoughtbubbles.evals.tasks.task import Choices, Question, Task
 from thoughtbubbles.generate.requests import Completion, Method, Request, generate
 from thoughtbubbles.generate.sample import Sampling
@@ -24,7 +24,7 @@ Report = Callable[[float], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """How an exam is sat."""
+    """How a benchmark is run."""
 
     budget: Number | None = None
     """Streams per token in place of the model's own."""
@@ -38,19 +38,19 @@ class Conditions:
     """Steps as CUDA graphs."""
 
 
-def check_lengths(exam: Exam, tokenizer: Tokenizer, *, block_size: int) -> None:
+def check_lengths(benchmark: Benchmark, tokenizer: Tokenizer, *, block_size: int) -> None:
     """Contexts can be shortened, but not what is scored."""
-    for number, document in exam.documents.items():
+    for number, document in benchmark.documents.items():
         if isinstance(document, Choices) and max(len(choice.encode()) for choice in document.choices) >= block_size:
             for query in encode_choices(tokenizer, document.context, document.choices):
                 if len(query.continuation) > block_size:
                     raise ValueError(
-                        f"{exam.task.name}, document {number}: a choice has {len(query.continuation)} tokens, more "
-                        f"than the model's block_size = {block_size}; take a model with a larger block, or another exam"
+                        f"{benchmark.task.name}, document {number}: a choice has {len(query.continuation)} tokens, "
+                        f"more than the model's block_size = {block_size}; take a model with a larger block"
                     )
 
 
-def sit(
+def evaluate(
     model: Thoughtbubbles,
     tokenizer: Tokenizer,
     task: Task,
@@ -96,7 +96,7 @@ def _choose(
         found, document = waiting[number], documents[number]
         found[place], done = likelihood, done + 1
         if len(found) == len(document.choices):
-            keep(number, mark(document, [found[i] for i in range(len(found))]))
+            keep(number, score_choices(document, [found[i] for i in range(len(found))]))
             del waiting[number]
         report(done / len(queries))
 

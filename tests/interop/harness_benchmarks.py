@@ -1,4 +1,4 @@
-"""What the tests of lm-evaluation-harness share: made-up exams, and small models that can sit them."""
+"""What the tests of lm-evaluation-harness share: made-up benchmarks, and small models that can sit them."""
 
 import gzip
 import json
@@ -67,7 +67,7 @@ def write_records(folder: Path, name: str, records: list[dict]) -> Path:
     return path
 
 
-def write_exams(folder: Path) -> Path:
+def write_benchmarks(folder: Path) -> Path:
     """All records, where a user may have them: in `eval` below the folder."""
     (folder / "eval").mkdir()
     for name, records in RECORDS.items():
