@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from thoughtbubbles.bench.cases import ROWS, default_cases, draw, find_cases, forms
-from thoughtbubbles.bench.check import Rows, WrongResult, compare, one_row_counts, reference_of, require
+from thoughtbubbles.bench.check import BenchBatch, WrongResult, compare, one_row_counts, reference_of, require
 from thoughtbubbles.bench.measure import Failed, Measured, forward_backward, make_ready, product_tflops, run_cases
 from thoughtbubbles.cli import main
 from thoughtbubbles.data.synthetic import write_synthetic
@@ -28,7 +28,7 @@ def prepared(name: str, precision: str = "float32"):
     (case,) = find_cases([name])
     ready = make_ready(case.config, CPU, ComputeConfig(precision=precision))
     batch = draw(case)
-    return ready, Rows(*(torch.from_numpy(array) for array in (batch.ids, batch.targets, batch.lengths)))
+    return ready, BenchBatch(*(torch.from_numpy(array) for array in (batch.ids, batch.targets, batch.lengths)))
 
 
 def agreement(ready, reference, batch, row=1):

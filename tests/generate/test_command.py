@@ -21,7 +21,7 @@ from thoughtbubbles.cli import main
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.generate.requests import Request, generate, stream
 from thoughtbubbles.generate.sample import Sampling
-from thoughtbubbles.generate.show import HARMLESS, Bubbles, bubble_sizes, colour
+from thoughtbubbles.generate.show import HARMLESS, BubblePrinter, colour, streams_per_token
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from train.runs import command, environment
 
@@ -171,8 +171,8 @@ def test_the_prompt_from_standard_input(folders, capsys, monkeypatch):
 
 def new_sizes(model: Thoughtbubbles, ids: list[int], **rule: Any) -> list[int]:
     """Of each token when it was the newest, and of the prompt before there was any."""
-    newest = [bubble_sizes(model, ids[:n], **rule)[-1] for n in range(N_PROMPT + 1, len(ids) + 1)]
-    return [*bubble_sizes(model, ids[:N_PROMPT], **rule), *newest]
+    newest = [streams_per_token(model, ids[:n], **rule)[-1] for n in range(N_PROMPT + 1, len(ids) + 1)]
+    return [*streams_per_token(model, ids[:N_PROMPT], **rule), *newest]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_on_a_terminal_the_prompt_is_dim_and_control_characters_are_only_drawn(f
 
 
 def test_a_character_has_the_colour_of_the_token_that_completes_it():
-    bubbles = Bubbles(BYTES)
+    bubbles = BubblePrinter(BYTES)
     first, second = "é".encode()
     bubbles.add(first)
     bubbles.sizes.append(1)

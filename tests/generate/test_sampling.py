@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from helpers import SAME_FUNCTION, SAME_FUNCTION_FLOAT32, SAME_ROW, lively_model, random_ids, small_config
 from thoughtbubbles.generate.decode import prefill
-from thoughtbubbles.generate.sample import Rows, Sampling, pick, processed, uniform
+from thoughtbubbles.generate.sample import BatchSampling, Sampling, pick, processed, uniform
 
 CPU = torch.device("cpu")
 
@@ -77,8 +77,8 @@ def plain(
     return [left.get(i, -math.inf) for i in range(len(logits))]
 
 
-def settings_of(*each: Sampling) -> Rows:
-    return Rows.of(each, device=CPU)
+def settings_of(*each: Sampling) -> BatchSampling:
+    return BatchSampling.of(each, device=CPU)
 
 
 def some_logits(rows: int, n: int = 40, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -112,7 +112,7 @@ def test_token_nll_with_unequal_upstream_gradients(chunk_rows):
     hidden, weight, log_score = leaves(len(token))
     target = torch.randint(VOCABULARY, (1, len(sizes)))
     share = torch.tensor([1.0, -4.0, 0.0, 2.5], dtype=torch.float64)
-    rows = head.Rows(hidden[None], log_score[None], token[None], len(sizes), 8, True)
+    rows = head.OutputRows(hidden[None], log_score[None], token[None], len(sizes), 8, True)
     ours = head.token_nll(rows, weight, target)[0]
     dense = dense_nll(hidden, weight, log_score, target[0], token, len(sizes))
     torch.testing.assert_close(ours, dense, atol=SAME_FUNCTION, rtol=SAME_FUNCTION)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers import SAME_FUNCTION
-from thoughtbubbles.model import head
+from thoughtbubbles.model import gradients
 from thoughtbubbles.model.head import merge_residual, rows_to_decode
 from thoughtbubbles.model.streams import Streams
 
@@ -32,7 +32,7 @@ def plain(by: Streams, n_tokens: int = 3) -> torch.Tensor:
 
 @pytest.mark.parametrize("unrolled", [16, 2], ids=["one by one", "scan"])
 def test_residual_merge_and_its_gradients(unrolled, monkeypatch):
-    monkeypatch.setattr(head, "UNROLLED", unrolled)
+    monkeypatch.setattr(gradients, "UNROLLED", unrolled)
     by = streams()
     merged, expected = merge_residual(by, n_tokens=3, max_bubble=8), plain(by)
     torch.testing.assert_close(merged, expected, atol=SAME_FUNCTION, rtol=SAME_FUNCTION)

@@ -7,7 +7,7 @@ import torch
 
 from helpers import lively_model
 from thoughtbubbles.data.tokenizer import tokenizer
-from thoughtbubbles.generate.show import bubble_sizes, coloured
+from thoughtbubbles.generate.show import coloured, streams_per_token
 from thoughtbubbles.recipes.demo import BUBBLES, NAMES, RECORD, demo, verdict
 from train.runs import run_command
 
@@ -39,7 +39,7 @@ def test_both_models_have_the_same_size():
 def test_colours_tell_the_streams():
     model = lively_model(BUBBLES, dtype=torch.float32)
     ids = tokenizer("bytes").encode("Return the value")
-    text, numbers = coloured(tokenizer("bytes"), ids, bubble_sizes(model, ids))
+    text, numbers = coloured(tokenizer("bytes"), ids, streams_per_token(model, ids))
     sizes = model(torch.tensor([ids]), trace=True).forks[-1].bubble_size[0].tolist()
     assert text.plain == "Return the value"
     assert numbers == "".join(map(str, sizes))

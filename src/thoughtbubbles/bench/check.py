@@ -29,7 +29,7 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.step import MicroResult
 
 
-class Rows(NamedTuple):
+class BenchBatch(NamedTuple):
     """A batch on its device."""
 
     ids: Tensor
@@ -75,7 +75,7 @@ def reference_of(model: Thoughtbubbles) -> Thoughtbubbles:
     return reference
 
 
-def one_row_counts(batch: Rows, row: int) -> Rows:
+def one_row_counts(batch: BenchBatch, row: int) -> BenchBatch:
     targets = torch.full_like(batch.targets, IGNORED)
     targets[row] = batch.targets[row]
     return batch._replace(targets=targets)
@@ -84,15 +84,15 @@ def one_row_counts(batch: Rows, row: int) -> Rows:
 def compare(
     model: Thoughtbubbles,
     reference: Thoughtbubbles,
-    batch: Rows,
+    batch: BenchBatch,
     *,
     row: int,
-    forward_backward: Callable[[Rows], MicroResult],
+    forward_backward: Callable[[BenchBatch], MicroResult],
 ) -> Agreement:
     """`forward_backward` is the fast path: it leaves its gradients in `model`."""
     found = forward_backward(one_row_counts(batch, row))
     decisions = [record.selected[row : row + 1] for record in found.forks or ()]
-    alone = Rows(*(tensor[row : row + 1] for tensor in batch))
+    alone = BenchBatch(*(tensor[row : row + 1] for tensor in batch))
     loss, differing = _reference_pass(reference, alone, decisions)
     gradient, each = _gradient_errors(model, reference)
     worst = max(each, key=lambda name: each[name])
@@ -129,7 +129,7 @@ class _Repeated(Rule):
         return decided
 
 
-def _reference_pass(reference: Thoughtbubbles, batch: Rows, decisions: list[Tensor]) -> tuple[float, float]:
+def _reference_pass(reference: Thoughtbubbles, batch: BenchBatch, decisions: list[Tensor]) -> tuple[float, float]:
     """The loss, and the share of decisions that differ; gradients are left in `reference`."""
     given = inputs.check(
         reference.config,

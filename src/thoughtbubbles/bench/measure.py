@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thoughtbubbles.bench.cases import SEED, Case, draw
-from thoughtbubbles.bench.check import Agreement, Rows, WrongResult, compare, reference_of, require
+from thoughtbubbles.bench.check import Agreement, BenchBatch, WrongResult, compare, reference_of, require
 from thoughtbubbles.data.loader import Batch
 from thoughtbubbles.distributed import World
 from thoughtbubbles.model.config import ModelConfig
@@ -61,7 +61,7 @@ def make_ready(config: ModelConfig, device: torch.device, compute: ComputeConfig
     return Ready(model, products, passes, device)
 
 
-def forward_backward(ready: Ready, batch: Rows, *, trace: bool = False) -> MicroResult:
+def forward_backward(ready: Ready, batch: BenchBatch, *, trace: bool = False) -> MicroResult:
     """As the training loop has it. Gradients are made anew, and so are rounded weights, as after every update."""
     ready.products.forget()
     micro = MicroBatch(*batch, share=torch.ones((), device=ready.device))
@@ -71,7 +71,7 @@ def forward_backward(ready: Ready, batch: Rows, *, trace: bool = False) -> Micro
 class FullStep:
     """As the training loop has it: with the gradient's norm, clipping and AdamW, and a look at the step before."""
 
-    def __init__(self, ready: Ready, optimizer: Optimizer, batch: Rows):
+    def __init__(self, ready: Ready, optimizer: Optimizer, batch: BenchBatch):
         self.ready, self.optimizer, self.batch = ready, optimizer, batch
         self._unread: AsyncScalars | None = None
 
@@ -85,7 +85,7 @@ class FullStep:
 
 
 @dataclass(frozen=True)
-class Speed:
+class Throughput:
     """Of forward and backward, or of the full step: over many of them, and from the median."""
 
     milliseconds: float
@@ -105,8 +105,8 @@ class Measured:
     parameters: int
     flops: int  # forward and backward of the batch
     precision: str
-    forward_backward: Speed
-    step: Speed
+    forward_backward: Throughput
+    step: Throughput
     compile_seconds: float  # what the first forward, backward and step took longer than later ones
     profile: dict[str, Any] | None  # where the time of a full step goes, if that was asked
     same_bits_twice: bool  # gradients of several runs on the same input, without a CUDA graph and with it
@@ -130,11 +130,11 @@ def measure(
     watched: bool = False,
 ) -> Measured:
     """Checks, then times. `product`: TFLOP/s of a matrix product in the same precision."""
-    ready, rows = make_ready(case.config, device, compute), Rows(*to_device(batch, device))
+    ready, rows = make_ready(case.config, device, compute), BenchBatch(*to_device(batch, device))
     reference = reference_of(ready.model)
     took = []
 
-    def first(given: Rows) -> MicroResult:
+    def first(given: BenchBatch) -> MicroResult:
         begin = time.perf_counter()
         out = forward_backward(ready, given, trace=True)
         wait(device)
@@ -160,12 +160,12 @@ def measure(
     work, n_tokens = cost(case.config), case.rows * case.config.block_size
     flops = case.rows * work.flops
 
-    def speed(run: Callable[[], object], peak: float | None) -> Speed:
+    def speed(run: Callable[[], object], peak: float | None) -> Throughput:
         for _ in range(min(WARM_UP, repeats)):
             run()
         low, middle, high = np.percentile(milliseconds(run, device, repeats), (10, 50, 90)).tolist()
         tflops = flops / middle / 1e9
-        return Speed(middle, low, high, 1000 * n_tokens / middle, tflops, tflops / product, peak)
+        return Throughput(middle, low, high, 1000 * n_tokens / middle, tflops, tflops / product, peak)
 
     passes = speed(lambda: forward_backward(ready, rows), passes_peak)
     step = speed(full_step, step_peak)
@@ -186,7 +186,7 @@ def measure(
     )
 
 
-def gradients(ready: Ready, batch: Rows) -> list[Tensor]:
+def gradients(ready: Ready, batch: BenchBatch) -> list[Tensor]:
     """Copies: a graph leaves the next ones in the same place."""
     forward_backward(ready, batch)
     return [torch.empty(0) if p.grad is None else p.grad.clone() for p in ready.model.parameters()]

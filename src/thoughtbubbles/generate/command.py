@@ -22,7 +22,7 @@ from thoughtbubbles.checkpoint import find_model, load, load_folder_tokenizer
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.distributed import find_device
 from thoughtbubbles.generate.requests import Completion, Method, Request, Token, budget_remark, exact_method, stream
-from thoughtbubbles.generate.show import Bubbles, Screen, bubble_sizes, colour, legend, shown
+from thoughtbubbles.generate.show import BubblePrinter, Screen, colour, legend, shown, streams_per_token
 from thoughtbubbles.model.config import BudgetMode
 from thoughtbubbles.model.inputs import rule_of
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -187,7 +187,7 @@ def write(
         remarks.print(APPROXIMATE, soft_wrap=True)
     if request.budget is not None and (remark := budget_remark(reader.model.config, request.budget)):
         remarks.print(remark, soft_wrap=True)
-    written, bubbles = Written(), Bubbles(reader.tokenizer) if show_bubbles else None
+    written, bubbles = Written(), BubblePrinter(reader.tokenizer) if show_bubbles else None
     try:
         if bubbles is None:
             _show_text(reader, tokens, written, screen)
@@ -217,14 +217,16 @@ def _show_text(reader: Reader, tokens: Iterable[Token], written: Written, screen
         screen.show(token.text)
 
 
-def _show_bubbles(reader: Reader, tokens: Iterable[Token], written: Written, screen: Screen, bubbles: Bubbles) -> None:
+def _show_bubbles(
+    reader: Reader, tokens: Iterable[Token], written: Written, screen: Screen, bubbles: BubblePrinter
+) -> None:
     """One token late: an event tells the streams of the token before."""
 
     def show() -> None:
         for text, streams in bubbles.ready():
             screen.show(text, colour(streams))
 
-    bubbles.sizes += bubble_sizes(reader.model, reader.prompt, **reader.rule)
+    bubbles.sizes += streams_per_token(reader.model, reader.prompt, **reader.rule)
     for number in reader.prompt:
         bubbles.add(number)
     bubbles.release(len(str(reader.request.prompt)))
@@ -237,11 +239,11 @@ def _show_bubbles(reader: Reader, tokens: Iterable[Token], written: Written, scr
         bubbles.add(token.id, is_text=token.finish != "end", is_last=token.finish is not None)
         bubbles.release(len(token.text))
         show()
-    bubbles.sizes.append(bubble_sizes(reader.model, [*reader.prompt, *written.ids], **reader.rule)[-1])
+    bubbles.sizes.append(streams_per_token(reader.model, [*reader.prompt, *written.ids], **reader.rule)[-1])
     show()
 
 
-def described(reader: Reader, written: Written, bubbles: Bubbles | None) -> dict[str, Any]:
+def described(reader: Reader, written: Written, bubbles: BubblePrinter | None) -> dict[str, Any]:
     """For JSON."""
     top = [
         [{"id": i, "text": shown(reader.tokenizer, i), "log_prob": log_prob} for i, log_prob in likeliest]

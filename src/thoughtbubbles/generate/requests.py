@@ -18,7 +18,7 @@ from torch import Tensor
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.generate.decode import Prediction
 from thoughtbubbles.generate.decoders import Cached, Decoder, Graphed, Uncached
-from thoughtbubbles.generate.sample import Picked, Rows, Sampling, pick, uniform
+from thoughtbubbles.generate.sample import BatchSampling, Picked, Sampling, pick, uniform
 from thoughtbubbles.generate.text import TextStream
 from thoughtbubbles.model.budget import Budget, Number, brief
 from thoughtbubbles.model.config import BudgetMode, ModelConfig, is_whole
@@ -114,7 +114,7 @@ def generate(
     if on_error == "raise":
         _refuse(problems)
     done = [Completion(finish="error" if wrong else None, error=wrong) for wrong in problems]
-    good = [Row(i, requests[i], model.config, tokenizer) for i, wrong in enumerate(problems) if not wrong]
+    good = [ActiveRequest(i, requests[i], model.config, tokenizer) for i, wrong in enumerate(problems) if not wrong]
     if not good:
         return done
     good.sort(key=lambda row: len(row.prompt))
@@ -141,7 +141,7 @@ def stream(
     _refuse(_problems(model.config, requests, tokenizer))
     if not requests:
         return iter(())
-    rows = [Row(number, request, model.config, tokenizer) for number, request in enumerate(requests)]
+    rows = [ActiveRequest(number, request, model.config, tokenizer) for number, request in enumerate(requests)]
     decoder = _decoder(model, rows, method, budget_mode, rows=len(rows), compiled=compiled)
     return _run(decoder, rows, n_ids=_n_ids(model.config, tokenizer))
 
@@ -249,7 +249,7 @@ def _ids(request: Request, tokenizer: Tokenizer | None) -> list[int]:
     return [operator.index(i) for i in ids]
 
 
-class Row:
+class ActiveRequest:
     """A request on its way."""
 
     def __init__(self, number: int, request: Request, config: ModelConfig, tokenizer: Tokenizer | None):
@@ -280,7 +280,7 @@ class Row:
 
 def _decoder(
     model: Thoughtbubbles,
-    all_rows: Sequence[Row],
+    all_rows: Sequence[ActiveRequest],
     method: Method | None,
     budget_mode: BudgetMode | None,
     *,
@@ -315,10 +315,13 @@ def _decoder(
     return Graphed(model, rows=rows, capacity=capacity, budgets=[row.budget for row in all_rows])
 
 
-def _run(decoder: Decoder, rows: list[Row], *, n_ids: int) -> Iterator[Token]:
+def _run(decoder: Decoder, rows: list[ActiveRequest], *, n_ids: int) -> Iterator[Token]:
     prediction = decoder.start([row.prompt for row in rows], [row.budget for row in rows])
     device = prediction.logits.device
-    settings, n_top = Rows.of([row.request.sampling for row in rows], device=device), max(r.request.top for r in rows)
+    settings, n_top = (
+        BatchSampling.of([row.request.sampling for row in rows], device=device),
+        max(r.request.top for r in rows),
+    )
     seen = _seen(rows, prediction) if settings.penalty is not None else None
     while True:
         if (now := rows[0].n_new % DRAWS_AT_ONCE) == 0:  # rows of a batch are always equally far
@@ -335,19 +338,19 @@ def _run(decoder: Decoder, rows: list[Row], *, n_ids: int) -> Iterator[Token]:
             index, rows = torch.tensor(left, device=device), [rows[i] for i in left]
             decoder.keep(index)
             ids, draws, seen = ids[index], draws[index], None if seen is None else seen[index]
-            settings = Rows.of([row.request.sampling for row in rows], device=device)
+            settings = BatchSampling.of([row.request.sampling for row in rows], device=device)
             n_top = max(row.request.top for row in rows)
         prediction = decoder.step(ids)
 
 
-def _draws(rows: Sequence[Row], device: torch.device) -> Tensor:
+def _draws(rows: Sequence[ActiveRequest], device: torch.device) -> Tensor:
     """Those of the next steps together: sending anything to a GPU waits until it has finished its work."""
     steps = range(rows[0].n_new, rows[0].n_new + DRAWS_AT_ONCE)
     draws = [[uniform(row.request.sampling.seed, step) for step in steps] for row in rows]
     return torch.tensor(draws, dtype=torch.float64, device=device)
 
 
-def _seen(rows: Sequence[Row], prediction: Prediction) -> Tensor:
+def _seen(rows: Sequence[ActiveRequest], prediction: Prediction) -> Tensor:
     """Which tokens a row has already had."""
     seen = torch.zeros_like(prediction.logits, dtype=torch.bool)
     for i, row in enumerate(rows):
@@ -361,7 +364,9 @@ def _packed(picked: Picked, prediction: Prediction) -> Tensor:
     return torch.cat([column.double() for column in (*columns, picked.top_id, picked.top_log_prob)], dim=1)
 
 
-def _unpacked(facts: Tensor, rows: Sequence[Row]) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...], int]]:
+def _unpacked(
+    facts: Tensor, rows: Sequence[ActiveRequest]
+) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...], int]]:
     for (token, log_prob, streams, *top), row in zip(facts.tolist(), rows, strict=True):
         if math.isnan(log_prob):
             raise ValueError("the model's logits are not numbers (NaN): are its weights?")

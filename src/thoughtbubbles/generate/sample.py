@@ -70,7 +70,7 @@ def is_temperature(value: object) -> bool:
     return isinstance(value, (int, float)) and is_number(value) and (value == 0 or 1e-3 <= value <= HOTTEST)
 
 
-class Rows(NamedTuple):
+class BatchSampling(NamedTuple):
     """The settings of a batch, one column of numbers each; None where no row needs the step."""
 
     temperature: Float[Tensor, "B 1"]  # 1 for greedy rows
@@ -82,7 +82,7 @@ class Rows(NamedTuple):
     only_greedy: bool
 
     @classmethod
-    def of(cls, settings: Sequence[Sampling], *, device: torch.device | str) -> "Rows":
+    def of(cls, settings: Sequence[Sampling], *, device: torch.device | str) -> "BatchSampling":
         def column(values: Sequence[int | float], needed: bool, dtype: torch.dtype = torch.float64) -> Tensor | None:
             return torch.tensor(values, dtype=dtype, device=device)[:, None] if needed else None
 
@@ -111,7 +111,7 @@ class Picked(NamedTuple):
 
 def pick(
     logits: Float[Tensor, "B V"],
-    rows: Rows,
+    rows: BatchSampling,
     draw: Float[Tensor, "B"],
     *,
     n_ids: int,
@@ -129,7 +129,7 @@ def pick(
 
 
 def processed(
-    logits: Float[Tensor, "B V"], rows: Rows, *, n_ids: int, seen: Bool[Tensor, "B V"] | None = None
+    logits: Float[Tensor, "B V"], rows: BatchSampling, *, n_ids: int, seen: Bool[Tensor, "B V"] | None = None
 ) -> Float[Tensor, "B V"]:
     """Logits of what may be drawn; −inf elsewhere. At least one token is left."""
     if n_ids < logits.shape[1]:
@@ -150,7 +150,7 @@ def processed(
     return torch.where(rows.greedy[:, None], uncut, logits)  # the likeliest token is never cut, whatever stands beside
 
 
-def _cut(logits: Float[Tensor, "B V"], rows: Rows, n_ids: int) -> Float[Tensor, "B V"]:
+def _cut(logits: Float[Tensor, "B V"], rows: BatchSampling, n_ids: int) -> Float[Tensor, "B V"]:
     """Top-k, and of what is left top-p: a token stays while those likelier than it have less than p together."""
     ranked, order = logits.sort(dim=-1, descending=True, stable=True)
     if rows.top_k is not None:

@@ -56,7 +56,7 @@ def legend(model: Thoughtbubbles) -> Text:
 
 
 @torch.no_grad()
-def bubble_sizes(model: Thoughtbubbles, ids: Sequence[int], **options: object) -> list[int]:
+def streams_per_token(model: Thoughtbubbles, ids: Sequence[int], **options: object) -> list[int]:
     """Streams of each token after the last fork layer; `options` are those of the model's call."""
     device = model.embedding.weight.device
     out = model(torch.tensor([list(ids)], device=device), trace=True, **options)
@@ -66,7 +66,7 @@ def bubble_sizes(model: Thoughtbubbles, ids: Sequence[int], **options: object) -
     return sizes
 
 
-class Bubbles:
+class BubblePrinter:
     """Text with the streams of its tokens: each token's own number is known only when it has predicted the next one."""
 
     def __init__(self, tokenizer: Tokenizer):

@@ -83,7 +83,7 @@ all, acc_norm: of the lowest loss a character (the last two as in lm-evaluation-
 """
 
 
-class Row(NamedTuple):
+class Fact(NamedTuple):
     name: str
     value: object
 
@@ -92,7 +92,7 @@ def card(name: str, config: ModelConfig, *, parameters: int, dtype: str, folder:
     """`folder` is the one that the model comes from, inside its run or alone; `dtype` that of the exported weights."""
     use = USE.format(snippet=WITH_TOKENIZER if has_tokenizer else WITH_IDS)
     parts = [FRONT, f"# {name}\n", about(config) + "\n", use, "## The model\n"]
-    parts.append(facts([Row("parameters", parameters), Row("dtype", dtype), *shape(config)]))
+    parts.append(facts([Fact("parameters", parameters), Fact("dtype", dtype), *shape(config)]))
     known = earlier_sections(folder)
     training = facts(training_rows(folder)) or known.get("Training", "")
     scores = joined(evaluation(evaluations(folder)), known.get("Evaluation", ""))
@@ -144,17 +144,17 @@ def about(config: ModelConfig) -> str:
     return f"A language model of the Thoughtbubbles family. {kind}"
 
 
-def shape(config: ModelConfig) -> list[Row]:
+def shape(config: ModelConfig) -> list[Fact]:
     return [
-        Row("blocks", config.n_layer),
-        Row("heads", config.n_head),
-        Row("width", config.width),
-        Row("vocabulary", config.vocab_size),
-        Row("tokens in a row, at most", config.block_size),
+        Fact("blocks", config.n_layer),
+        Fact("heads", config.n_head),
+        Fact("width", config.width),
+        Fact("vocabulary", config.vocab_size),
+        Fact("tokens in a row, at most", config.block_size),
     ]
 
 
-def training_rows(folder: Path) -> list[Row]:
+def training_rows(folder: Path) -> list[Fact]:
     """What the run says of the step that this model is from."""
     step_name = folder.parent.name.removeprefix("step-")
     run = folder.parent.parent
@@ -163,13 +163,13 @@ def training_rows(folder: Path) -> list[Row]:
     step = int(step_name)
     return [
         *whole(recipe_rows(described)),
-        Row("steps", step),
+        Fact("steps", step),
         *whole(metric_rows(metrics(run), step)),
         *whole(data_rows(described)),
     ]
 
 
-def whole(rows: Iterator[Row]) -> list[Row]:
+def whole(rows: Iterator[Fact]) -> list[Fact]:
     """All of them, or none where one cannot be read."""
     try:
         return list(rows)
@@ -177,30 +177,30 @@ def whole(rows: Iterator[Row]) -> list[Row]:
         return []
 
 
-def recipe_rows(described: dict[str, Any]) -> Iterator[Row]:
-    yield Row("recipe", described["config"].get("name"))
+def recipe_rows(described: dict[str, Any]) -> Iterator[Fact]:
+    yield Fact("recipe", described["config"].get("name"))
 
 
-def metric_rows(found: list[dict[str, Any]], step: int) -> Iterator[Row]:
+def metric_rows(found: list[dict[str, Any]], step: int) -> Iterator[Fact]:
     lines = [line for line in found if isinstance(line.get("step"), int) and line["step"] <= step]
     trained = [line for line in lines if line["step"] == step and "loss" in line]
     if trained:
-        yield Row("tokens", trained[-1].get("tokens"))
-        yield Row("training loss of the last step (nats)", trained[-1]["loss"])
+        yield Fact("tokens", trained[-1].get("tokens"))
+        yield Fact("training loss of the last step (nats)", trained[-1]["loss"])
     for line in reversed(lines):
         losses = line.get("validation_loss", line.get("held_out"))  # as the first run folders call it
         if isinstance(losses, dict):
             at = "" if line["step"] == step else f", step {line['step']:,}"
-            yield from (Row(f"validation loss (nats), {source}{at}", loss) for source, loss in losses.items())
+            yield from (Fact(f"validation loss (nats), {source}{at}", loss) for source, loss in losses.items())
             return
 
 
-def data_rows(described: dict[str, Any]) -> Iterator[Row]:
+def data_rows(described: dict[str, Any]) -> Iterator[Fact]:
     mixture = described["config"].get("data", {}).get("mixture")
     if mixture:
-        yield Row("data", ", ".join(Path(str(source)).name for source in mixture))
+        yield Fact("data", ", ".join(Path(str(source)).name for source in mixture))
     for library, version in described.get("versions", {}).items():
-        yield Row(f"version of {library}", version)
+        yield Fact(f"version of {library}", version)
 
 
 class Line(NamedTuple):
@@ -327,7 +327,7 @@ def with_error(value: float, error: float | None, form: str) -> str:
     return form.format(value) + ("" if error is None else f" ± {form.format(error)}")
 
 
-def facts(rows: list[Row]) -> str:
+def facts(rows: list[Fact]) -> str:
     return table(("", ""), [list(row) for row in rows if row.value is not None])
 
 

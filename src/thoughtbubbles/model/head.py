@@ -6,8 +6,9 @@ With w the softmax of the log scores within a bubble, e(·) the final norm follo
     residual    p(y) = softmax(e(Σ_j w_j x_j))[y]        the average first, the final norm after
     original    p(y) = softmax(e(x_original))[y]
 
-All three are mixtures of the rows that get decoded (`Rows`); the last two have a single row a token. The authors' code
-has Σ_j P_j x_j in place of the average (`Form.residual_sum`): to the final norm the same, but for its small constant.
+All three are mixtures of the rows that get decoded (`OutputRows`); the last two have a single row per token. The
+authors' code has Σ_j P_j x_j in place of the average (`Form.residual_sum`): to the final norm the same, but for its
+small constant.
 """
 
 import math
@@ -36,7 +37,7 @@ from thoughtbubbles.model.streams import (
 )
 
 
-class Rows(NamedTuple):
+class OutputRows(NamedTuple):
     """Vectors to decode: the rows of a token are neighbours, and its distribution is their mixture."""
 
     x: Float[Tensor, "B R D"]  # after the final norm
@@ -55,10 +56,12 @@ def rows_to_decode(
     n_tokens: int,
     max_bubble: int,
     residual_sum: bool = False,
-) -> Rows:
+) -> OutputRows:
     if merge == "mixture":
         most = min(max_bubble, streams.token.shape[1])
-        return Rows(norm(streams.x), streams.log_score, streams.token, n_tokens, most_per_token=most, is_mixture=True)
+        return OutputRows(
+            norm(streams.x), streams.log_score, streams.token, n_tokens, most_per_token=most, is_mixture=True
+        )
     up_to, sizes = streams_up_to(streams.token, n_tokens), bubble_sizes(streams.token, n_tokens)
     tokens, real = torch.arange(n_tokens, device=sizes.device), sizes > 0  # a padded row has fewer tokens than T
     if merge == "original":
@@ -70,7 +73,7 @@ def rows_to_decode(
         x = merge_residual(streams, n_tokens=n_tokens, max_bubble=max_bubble)
     token = torch.where(real, tokens, n_tokens)
     alone = torch.zeros_like(token, dtype=streams.log_score.dtype)
-    return Rows(norm(x), alone, token, n_tokens, most_per_token=1, is_mixture=False)
+    return OutputRows(norm(x), alone, token, n_tokens, most_per_token=1, is_mixture=False)
 
 
 def bubbles_at(
@@ -123,7 +126,7 @@ def merge_residual(streams: Streams, *, n_tokens: int, max_bubble: int) -> Float
     return merged.to(streams.x.dtype)
 
 
-def logits(rows: Rows, weight: Float[Tensor, "V D"]) -> Float[Tensor, "B T V"]:
+def logits(rows: OutputRows, weight: Float[Tensor, "V D"]) -> Float[Tensor, "B T V"]:
     """One distribution a token: plain logits, or the log-probabilities of the mixture. Products follow autocast."""
     every = at_least_float32(F.linear(rows.x, weight))
     if not rows.is_mixture:
@@ -140,7 +143,7 @@ def logits(rows: Rows, weight: Float[Tensor, "V D"]) -> Float[Tensor, "B T V"]:
     return take(joint, original) - take(total, original)[..., None]
 
 
-def token_nll(rows: Rows, weight: Float[Tensor, "V D"], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def token_nll(rows: OutputRows, weight: Float[Tensor, "V D"], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """Negative log-likelihood of each target, 0 where it is ignored; any gradient may flow back into it."""
     log_prob = row_log_prob(rows.x.flatten(0, 1), weight, _row_targets(rows, targets).flatten())
     start, _ = find_bubbles(rows.token, rows.n_tokens)
@@ -151,7 +154,7 @@ def token_nll(rows: Rows, weight: Float[Tensor, "V D"], targets: Int[Tensor, "B 
     return torch.where(targets == IGNORED, 0, nll)
 
 
-def mean_nll(rows: Rows, weight: Float[Tensor, "V D"], targets: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
+def mean_nll(rows: OutputRows, weight: Float[Tensor, "V D"], targets: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
     """The training loss: one mean over all real targets of the batch."""
     bubbles = find_bubbles(rows.token, rows.n_tokens)
     first_slot = torch.arange(rows.token.shape[0], device=rows.token.device)[:, None] * rows.token.shape[1]
@@ -166,5 +169,5 @@ def mean_nll(rows: Rows, weight: Float[Tensor, "V D"], targets: Int[Tensor, "B T
     )
 
 
-def _row_targets(rows: Rows, targets: Int[Tensor, "B T"]) -> Int[Tensor, "B R"]:
+def _row_targets(rows: OutputRows, targets: Int[Tensor, "B T"]) -> Int[Tensor, "B R"]:
     return take(F.pad(targets, (0, 1), value=IGNORED), rows.token)

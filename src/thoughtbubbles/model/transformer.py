@@ -179,7 +179,7 @@ class Thoughtbubbles(nn.Module):
         """The streams as the last block has left them."""
         return Streams(x.total(layout.gate), streams.log_score, streams.token)
 
-    def rows_to_decode(self, streams: Streams, n_tokens: int) -> head.Rows:
+    def rows_to_decode(self, streams: Streams, n_tokens: int) -> head.OutputRows:
         return head.rows_to_decode(
             streams,
             self.config.merge,

@@ -29,7 +29,7 @@ from thoughtbubbles.checkpoint import load, load_folder_tokenizer
 from thoughtbubbles.files import write_json
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
-from thoughtbubbles.generate.show import bubble_sizes, coloured, legend
+from thoughtbubbles.generate.show import coloured, legend, streams_per_token
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.train.config import DataConfig, EvalConfig, LogConfig, OptimConfig, RunConfig, SaveConfig
 
@@ -174,7 +174,7 @@ def show_sample(run: Watched, console: Console) -> None:
     request = Request(prompt=prompt, sampling=Sampling(temperature=0.7), end_ids=())
     (written,) = generate(model, [request], tokenizer=tokenizer)
     ids = [*prompt, *written.ids]
-    text, numbers = coloured(tokenizer, ids, bubble_sizes(model, ids))
+    text, numbers = coloured(tokenizer, ids, streams_per_token(model, ids))
     console.print("\nA sample, with its bubbles:\n", text, "\n", legend(model))
     if not console.is_terminal:
         console.print(numbers)

@@ -39,7 +39,7 @@ TOP = 15  # kernels that are named one by one
 _PATTERNS = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in KINDS.items()}
 
 
-class Row(NamedTuple):
+class ProfileRow(NamedTuple):
     name: str
     ms: float  # a step
     share: float  # of the step
@@ -48,8 +48,8 @@ class Row(NamedTuple):
 
 class Profile(NamedTuple):
     ms: float  # of a step, while being watched: a little more than usual
-    kinds: tuple[Row, ...]  # longest first, idle last; they add up to `ms`
-    top: tuple[Row, ...]  # the longest kernels
+    kinds: tuple[ProfileRow, ...]  # longest first, idle last; they add up to `ms`
+    top: tuple[ProfileRow, ...]  # the longest kernels
 
 
 class Span(NamedTuple):
@@ -101,7 +101,7 @@ def summarize(events: list[dict[str, Any]], *, on_gpu: bool, steps: int, millise
     idle = milliseconds - busy
     return Profile(
         ms=milliseconds / steps,
-        kinds=(*kinds, Row(IDLE, idle / steps, idle / milliseconds, 0)),
+        kinds=(*kinds, ProfileRow(IDLE, idle / steps, idle / milliseconds, 0)),
         top=_rows(spans, steps, milliseconds)[:TOP],
     )
 
@@ -140,14 +140,14 @@ def _operators(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
         yield from (Span(event["name"], max(0.0, time)) for event, time in zip(thread, own, strict=True))
 
 
-def _rows(spans: Iterable[tuple[str, float]], steps: int, milliseconds: float) -> tuple[Row, ...]:
+def _rows(spans: Iterable[tuple[str, float]], steps: int, milliseconds: float) -> tuple[ProfileRow, ...]:
     times: dict[str, list[float]] = defaultdict(list)
     for name, own in spans:
         times[name].append(own)
     rows = []
     for name, owns in times.items():
         ms = sum(owns) / 1e3
-        rows.append(Row(name, ms / steps, ms / milliseconds, len(owns) / steps))
+        rows.append(ProfileRow(name, ms / steps, ms / milliseconds, len(owns) / steps))
     return tuple(sorted(rows, key=lambda row: -row.ms))
 
 
@@ -168,12 +168,12 @@ def markdown(found: Profile, rates: dict[str, str]) -> str:
 HEADINGS = ("ms a step", "share", "launches")
 
 
-def _parts(found: Profile) -> list[tuple[str, tuple[Row, ...]]]:
-    whole = Row("whole step, while being watched", found.ms, 1.0, sum(row.launches for row in found.kinds))
+def _parts(found: Profile) -> list[tuple[str, tuple[ProfileRow, ...]]]:
+    whole = ProfileRow("whole step, while being watched", found.ms, 1.0, sum(row.launches for row in found.kinds))
     return [("kind", (*found.kinds, whole)), ("longest", tuple(row._replace(name=row.name[:100]) for row in found.top))]
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: ProfileRow) -> list[str]:
     return [f"{row.ms:.3f}", f"{row.share:.1%}", f"{row.launches:,.0f}" if row.launches else ""]
 
 
@@ -188,7 +188,7 @@ def _rates(rates: dict[str, str]) -> Table:
     return table
 
 
-def _show(title: str, rows: Iterable[Row]) -> Table:
+def _show(title: str, rows: Iterable[ProfileRow]) -> Table:
     table = Table(title, *HEADINGS)
     for column in table.columns[1:]:
         column.justify = "right"
