@@ -171,7 +171,7 @@ def refill(step: GraphStep, model: Thoughtbubbles, ids: Tensor) -> None:
 
 
 def whole_loop(model: Thoughtbubbles, ids: Tensor) -> tuple[float, float]:
-    """Tokens a second of `stream`, greedy, past the first 16 tokens; mean streams a token."""
+    """Tokens a second of `stream`, greedy, past the first 16 tokens; mean streams per token."""
     prompts = ids[:, :PROMPT].tolist()
     requests = [Request(prompt=prompt, sampling=Sampling(temperature=0), max_new=NEW) for prompt in prompts]
     times, streams = [], []

@@ -2,7 +2,7 @@
 
 python benchmarks/effect.py --data DIR       DIR: a folder made by `thoughtbubbles prepare` with the gpt2 tokenizer
 
-12 layers of width 512 (63.6M parameters), fork layers 3, 7, 11, r = 2, residual merge; 64 × 512 tokens a step, cosine
+12 layers of width 512 (63.6M parameters), fork layers 3, 7, 11, r = 2, residual merge; 64 × 512 tokens per step, cosine
 to 10 % with 5 % warm-up: the training command with the options below. Validation losses on the way go to the results.
 """
 

@@ -1,4 +1,4 @@
-"""Tokens a second out of the loader, in one process, at 64 rows of 512 tokens: one source, and a mixture with examples.
+"""Tokens per second out of the loader, in one process, at 64 rows of 512 tokens: one source, and a mixture.
 
     python benchmarks/loader.py                  all sizes, into benchmarks/results
     python benchmarks/loader.py --batches 1000   more batches in every round
@@ -125,7 +125,7 @@ def main() -> None:
         },
     ]
     for row in found:
-        print(f"{row['case']}: {row['million_tokens_per_second']} million tokens a second", flush=True)
+        print(f"{row['case']}: {row['million_tokens_per_second']} million tokens per second", flush=True)
     numbers = {"rows": ROWS, "n_tokens": N_TOKENS, "processes": 1, "cases": found}
     print("written to", write_results("loader", "cpu", numbers, to=args.out))
 

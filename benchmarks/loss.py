@@ -4,7 +4,7 @@
     python benchmarks/loss.py --device cuda      the same in bfloat16 products on a GPU, larger sizes too
     python benchmarks/loss.py --chunk-rows 256 1024    with other chunks than the default
 
-Loss and gradients of both forms are compared first, on the same inputs. `mixture` has bubbles of 1 to 8 rows a token.
+Loss and gradients of both forms are compared first, on the same inputs. `mixture` has bubbles of 1 to 8 rows per token.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def measure(
         memory[form] = extra_peak_bytes(lambda form=form: case.step(form), device=device)  # type: ignore[misc]
     time = seconds({form: lambda form=form: case.step(form) for form in memory}, device=device, repeats=repeats)  # type: ignore[misc]
     return {
-        "merge": "mixture" if bubbles else "one row a token",
+        "merge": "mixture" if bubbles else "one row per token",
         "rows": rows,
         "width": width,
         "vocabulary": vocabulary,

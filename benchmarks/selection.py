@@ -25,7 +25,7 @@ TOKENS, STREAMS, BUDGET = 512, 1024, 2
 
 
 def candidates(rows: int, device: str) -> tuple[Tensor, Tensor]:
-    """Keys and tokens of rows with two streams a token, so four candidates each."""
+    """Keys and tokens of rows with two streams per token, so four candidates each."""
     generator = torch.Generator().manual_seed(0)
     token = torch.arange(TOKENS).repeat_interleave(4).repeat(rows, 1)
     log_score = -2 * torch.rand(rows, 2 * STREAMS, generator=generator)

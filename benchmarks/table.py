@@ -72,14 +72,14 @@ def memory_table() -> str:
 
 def chunks_table() -> str:
     lines = [
-        "| rows × width × vocabulary | rows a chunk | extra peak | time / dense form: one row a token | mixture |",
+        "| rows × width × vocabulary | rows a chunk | extra peak | time / dense form: one row per token | mixture |",
         "| --- | --- | --- | --- | --- |",
     ]
     found = records("loss-chunks")
     for record in found:
         cases = {(case["rows"], case["chunk_rows"], case["merge"]): case for case in record["cases"]}
         for rows, chunk in sorted({key[:2] for key in cases}):
-            single, mixture = cases[rows, chunk, "one row a token"], cases[rows, chunk, "mixture"]
+            single, mixture = cases[rows, chunk, "one row per token"], cases[rows, chunk, "mixture"]
             size = f"{rows} × {single['width']} × {single['vocabulary']}"
             times = f"{single['time_ratio']:.2f}× | {mixture['time_ratio']:.2f}×"
             lines.append(f"| {size} | {chunk} | {single['extra_peak_MB']:.0f} MB | {times} |")

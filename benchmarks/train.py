@@ -1,4 +1,4 @@
-"""The training command end to end on a GPU: tokens a second, share of the chip's peak, memory, and the time to start.
+"""The training command end to end on a GPU: tokens per second, share of the chip's peak, memory, and the time to start.
 
 python benchmarks/train.py --data DIR       DIR: a folder made by `thoughtbubbles prepare` with the gpt2 tokenizer
 

@@ -220,9 +220,9 @@ def explain(row_1: list[Stream], row_2: list[Stream]) -> tuple[dict[str, str], s
         "=softmax(c·(q·k + log P)) · (P·v)\n=x ← x + P · update\n"
         "Small numbers: position k − p/q\n(rank p from the right, of q).",
         "Fork layer": "Each stream gets a fork and a keep score, multiplied by its P.\n"
-        f"Budget r = {float(BUDGET)} streams a token:\nthe top {before.total()} of {len(row_1)},"
+        f"Budget r = {float(BUDGET)} streams per token:\nthe top {before.total()} of {len(row_1)},"
         " originals always.\nA fork sits left of its parent.",
-        "One stream a token": "Its original, with score P = 1: the first blocks are a plain GPT.",
+        "One stream per token": "Its original, with score P = 1: the first blocks are a plain GPT.",
     }, (
         "Causal selection: token t competes with tokens ≤ t only, under caps floor(r·(t+1))"
         f" = {caps}; the block rule (the best {after.total()} of the row) keeps the same"

@@ -63,7 +63,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     ends = time.barh(places, rest, left=passes, color=STEP, label="clipping and AdamW")
     time.bar_label(ends, labels=[f" {step:.4g}" for step in steps], fontsize=8, color=INK)
     time.set_xlim(0, 1.12 * max(steps))
-    time.set_xlabel("milliseconds a step")
+    time.set_xlabel("milliseconds per step")
     time.legend(fontsize=8, loc="upper right")
     for panel in (rate, time):
         panel.grid(axis="x", alpha=0.3)

@@ -230,7 +230,7 @@ def test_a_line_without_end_is_refused(ending, tmp_path, monkeypatch):
     path, lines = tmp_path / f"a{ending}", b'{"text": "a"}\n' * 10
     pack = {"l": bytes, "z": gzip.compress if ending.endswith(".gz") else lzma.compress, "t": zstandard.compress}
     path.write_bytes(pack[ending[-1]](lines + b" " * 2000))
-    assert error_of(path) == f"{path}, line 11: it is longer than 1,000 bytes: give one record a line"
+    assert error_of(path) == f"{path}, line 11: longer than 1,000 bytes; give one record per line"
     path.write_bytes(pack[ending[-1]](lines + b" " * 999 + b"\n"))
     assert error_of(path) is None
 

@@ -262,7 +262,7 @@ def test_mistakes():
     model = small_model()
     config = model.config
     ids = random_ids(config, 2, 11)
-    with pytest.raises(ValueError, match="11 tokens a row, more than block_size = 10"):
+    with pytest.raises(ValueError, match="11 tokens per row, more than block_size = 10"):
         Windows.of(config, ids, targets=ids)
     with pytest.raises(ValueError, match="ids has 23"):
         Windows.of(config, torch.full((1, 4), 23), targets=ids[:1, :4])

@@ -228,7 +228,7 @@ def test_the_folder(tmp_path, monkeypatch):
     ("name", "line", "message"),
     [
         ("piqa", '{"goal": "x"', "line 2: Expecting ',' delimiter"),
-        ("piqa", "[1]", "line 2: a list, not an object; there must be one JSON object a line"),
+        ("piqa", "[1]", "line 2: a list, not an object; there must be one JSON object per line"),
         ("piqa", {"goal": "x"}, "line 2: the field 'sol1' is missing; a line has goal, sol1, sol2, label"),
         ("piqa", {**RECORDS["piqa"], "label": 2}, "line 2: label is 2: it must be a number from 0 to 1"),
         ("piqa", {**RECORDS["piqa"], "goal": 3}, "line 2: goal is 3: it must be text"),

@@ -127,7 +127,7 @@ def test_what_is_reordered_shares_nothing(model):
 
 
 def test_two_ways_on_from_a_clone(model):
-    """Neither disturbs the other, in whatever order they go; beams and branching hang on this."""
+    """Neither disturbs the other, in whatever order they go; beams and branching depend on this."""
     ids, cache = started(model)
     ways = [random_ids(model.config, 3, 5, seed=seed) for seed in (21, 22)]
     caches, got = [cache.clone(), cache], [[], []]

@@ -527,9 +527,9 @@ def test_a_card_without_a_run_invents_nothing(tmp_path):
     for kind, words in (
         ("plain", "without forks"),
         ("copy-3", "copy-3 baseline"),
-        ("causal-residual", "A row keeps at most 1.5 streams a token, counted over all of it"),
+        ("causal-residual", "A row keeps at most 1.5 streams per token, counted over all of it"),
         ("causal-residual", "a single token may have up to 8."),
-        ("block-fixed", "A row of any length keeps at most what 2 streams a token are in a full one"),
+        ("block-fixed", "A row of any length keeps at most what 2 streams per token are in a full one"),
     ):
         described = card(
             "x", config_of(kind), parameters=1, dtype="float32", folder=tmp_path, has_tokenizer=kind == "plain"

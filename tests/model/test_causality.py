@@ -1,4 +1,4 @@
-"""The probe that a key-value cache hangs on: can later tokens change an earlier prediction?"""
+"""The probe that a key-value cache depends on: can later tokens change an earlier prediction?"""
 
 import pytest
 import torch

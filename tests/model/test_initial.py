@@ -1,4 +1,4 @@
-"""Initial weights: the table of `init_weights`, and that they hang on the seed and the names alone."""
+"""Initial weights: the table of `init_weights`, and that they depend on the seed and the names alone."""
 
 import math
 import time

@@ -164,7 +164,7 @@ def test_every_score_head_and_fork_embedding_learns(merge, selection):
     [
         ({"ids": torch.tensor([[1, 23]])}, r"ids has 23: the vocabulary has ids from 0 to 22"),
         ({"ids": torch.tensor([[-1, 2]])}, r"ids has -1: the vocabulary"),
-        ({"ids": torch.zeros(1, 17).long()}, r"ids have 17 tokens a row, more than block_size = 16: shorten"),
+        ({"ids": torch.zeros(1, 17).long()}, r"ids have 17 tokens per row, more than block_size = 16: shorten"),
         ({"ids": torch.zeros(4).long()}, r"ids of shape \(4,\) .*\(batch, tokens\)"),
         ({"ids": torch.zeros(1, 0).long()}, r"ids of shape \(1, 0\)"),
         ({"ids": torch.zeros(0, 4).long()}, r"ids of shape \(0, 4\)"),

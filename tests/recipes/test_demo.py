@@ -17,7 +17,7 @@ def test_the_demo_shows_all_it_promises(tmp_path):
     out = tmp_path / "demo"
     shown = run_command("demo", "--out", str(out), "--tokens", "8192")
     assert shown.returncode == 0, shown.stderr
-    for expected in ("validation loss", "tokens/s", "streams a token", "A sample, with its bubbles", "checkpoint:"):
+    for expected in ("validation loss", "tokens/s", "streams per token", "A sample, with its bubbles", "checkpoint:"):
         assert expected in shown.stdout
     for name, words in NAMES.items():
         assert words in shown.stdout

@@ -80,7 +80,7 @@ def test_any_step_can_be_watched(tmp_path):
     assert sum(row.share for row in found.kinds) == pytest.approx(1)
     assert [event for event in read_trace(path) if event.get("name") == "aten::mm"]
     assert profile_steps(step, steps=1, device=CPU).kinds
-    assert "| matrix products |" in markdown(found, {"ms a step": "1"})
+    assert "| matrix products |" in markdown(found, {"ms per step": "1"})
 
 
 def test_a_run_leaves_a_profile_and_is_the_same_run(tmp_path, capfd):

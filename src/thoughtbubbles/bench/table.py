@@ -73,8 +73,12 @@ def list_cases() -> None:
         print(f"{size:<6} {rows} × {forms(size)['plain'].block_size}")
     print("\nform")
     for name, config in forms("150m").items():
-        bubbles = f"{config.selection} selection, {config.merge} merge, {config.budget:g} streams a token"
-        words = {"plain": "no forks", "plain-double": "no forks, rows twice as long", "copy-3": "three copies a token"}
+        bubbles = f"{config.selection} selection, {config.merge} merge, {config.budget:g} streams per token"
+        words = {
+            "plain": "no forks",
+            "plain-double": "no forks, rows twice as long",
+            "copy-3": "three copies per token",
+        }
         print(f"{name:<20} {words.get(name, bubbles)}")
     print(f"\nDefault: {' '.join(default_cases('cuda'))} with a GPU, {' '.join(default_cases('cpu'))} without.")
 

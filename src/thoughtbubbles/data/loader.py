@@ -26,7 +26,7 @@ from thoughtbubbles.data.shuffle import key_of, permute
 
 IGNORED = -100  # as a target: predicting this token counts nothing
 LONGEST_PERIOD = 10_000  # rows within which the shares of the sources are exact
-PART_EXAMPLES = 1 << 16  # gone through at a time, since counting their targets takes 8 bytes a token
+PART_EXAMPLES = 1 << 16  # gone through at a time, since counting their targets takes 8 bytes per token
 BLOCK_ROWS = 4096  # the schedule is made for this many rows at a time, or for one period
 
 
@@ -245,7 +245,7 @@ def _common_tokenizer(datasets: Sequence[Dataset]) -> str:
 
 
 class Loader(_Reader):
-    """Training batches: `rows` rows of `n_tokens` tokens a step, over all ranks.
+    """Training batches: `rows` rows of `n_tokens` tokens per step, over all ranks.
 
     Windows of text run over the ends of documents and shards. The tail of a split that fills no window (fewer than
     n_tokens targets) is dropped. Weights are shares of rows; the order of the sources belongs to the seed.

@@ -4,8 +4,8 @@ A source is read in order as chunks of about a megabyte, each with its place, so
 middle. Nothing is parsed here: a chunk holds a file's bytes, and the processes that tokenize take the records out.
 
     .txt .md                               the whole file is one document
-    .jsonl .jsonl.gz .jsonl.xz .jsonl.zst  a record a line; .json.gz, .json.xz and .json.zst likewise
-    .parquet                               a record a row
+    .jsonl .jsonl.gz .jsonl.xz .jsonl.zst  a record per line; .json.gz, .json.xz and .json.zst likewise
+    .parquet                               a record per row
 """
 
 import hashlib
@@ -155,7 +155,7 @@ def _read_lines(found: Input, path: Path, number: int, start: int) -> Iterator[C
             stop = line + block.count(b"\n") + (not block.endswith(b"\n"))
             if len(rest) == LONGEST_LINE and not rest.endswith(b"\n"):
                 raise ValueError(
-                    f"{short_name(path)}, line {stop}: it is longer than {LONGEST_LINE:,} bytes: give one record a line"
+                    f"{short_name(path)}, line {stop}: longer than {LONGEST_LINE:,} bytes; give one record per line"
                 )
             if stop > start:
                 lines = block if line >= start else block.split(b"\n", start - line)[-1]

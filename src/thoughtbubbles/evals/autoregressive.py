@@ -89,7 +89,7 @@ class Scores(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Nats a token."""
+        """Nats per token."""
         return float(self.nll.sum()) / self.n_tokens
 
     @property
@@ -102,7 +102,7 @@ class Scores(NamedTuple):
 
     @property
     def window_means(self) -> list[float]:
-        """Nats a token in each window."""
+        """Nats per token in each window."""
         return (self.nll.sum(1) / self.counted.sum(1)).tolist()
 
     @property
@@ -113,7 +113,7 @@ class Scores(NamedTuple):
 class Difference(NamedTuple):
     """Of two ways to score the same targets, token by token."""
 
-    mean: float  # nats a token
+    mean: float  # nats per token
     standard_error: float | None
     largest: float  # of any token, without its sign
     same_greedy: float | None  # share of targets at which both find the same token likeliest

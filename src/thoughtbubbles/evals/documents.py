@@ -67,7 +67,7 @@ def find_files(task: Task, folder: Path) -> list[Path]:
     one = task.file.replace("*", "NAME")
     raise ValueError(
         f"{task.name}: {folder} has no {one}.jsonl (.gz or .xz): get the set from {task.home} and write it there, "
-        f"one JSON object a line with the fields {task.fields}"
+        f"one JSON object per line with the fields {task.fields}"
     )
 
 
@@ -99,7 +99,7 @@ def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if line.strip():
                     yield number, _object(line)
     except ValueError as error:  # of JSON and of UTF-8
-        raise ValueError(f"{path}, line {number}: {error}; there must be one JSON object a line") from None
+        raise ValueError(f"{path}, line {number}: {error}; there must be one JSON object per line") from None
     except DAMAGE as error:
         raise ValueError(f"{path}, after line {number}: cannot be decompressed ({error}); fetch it again") from None
 

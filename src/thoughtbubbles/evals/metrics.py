@@ -2,10 +2,10 @@
 
 A document with choices is scored four ways, each of which names the choice that it finds best (the first of equals):
 
-    accuracy            the lowest mean loss a token, which is the paper's way and the headline of every task
+    accuracy            the lowest mean loss per token, which is the paper's way and the headline of every task
     accuracy_sum        the lowest loss in all: lm-evaluation-harness's `acc`
-    accuracy_character  the lowest loss a character: its `acc_norm`
-    accuracy_byte       the lowest loss a byte of UTF-8: its `acc_bytes`
+    accuracy_character  the lowest loss per character: its `acc_norm`
+    accuracy_byte       the lowest loss per byte of UTF-8: its `acc_bytes`
 
 A single choice (LAMBADA's last word) is right if every token of it is the likeliest one; `nats` is its loss.
 ± is the standard error of a mean over documents, with the sample's own spread.

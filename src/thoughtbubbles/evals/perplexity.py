@@ -134,7 +134,7 @@ def table_of(found: dict[str, Any], *, title: str) -> Table:
     table = Table(title=f"{title}; {len(windows)} window{'s' * (len(windows) > 1)} of {up_to}{max(windows)} tokens")
     table.add_column("")
     for heading in (
-        "nats a token",
+        "nats per token",
         "perplexity",
         "against\nblockwise",
         "bits\na byte",
@@ -166,11 +166,11 @@ def remarks(found: dict[str, Any]) -> list[str]:
         gap = gaps["cached - autoregressive"]
         lines.append(
             f"The cache with the causal rule against exact autoregression: {gap['mean']:+.4f}"
-            f"{_plus_minus(gap['standard_error'], '.4f', before=' ')} nats a token, "
+            f"{_plus_minus(gap['standard_error'], '.4f', before=' ')} nats per token, "
             f"at most {gap['largest']:.2g} at one token; {gap['same_greedy']:.1%} of the greedy predictions agree."
         )
     lines += [f"A {name} budget {why}." for name, why in found["missing"].items()]
-    lines.append("± is the standard error over windows; differences are paired, in nats a token.")
+    lines.append("± is the standard error over windows; differences are paired, in nats per token.")
     return lines
 
 

@@ -15,9 +15,9 @@ from thoughtbubbles.evals.perplexity import remarks, table_of
 FEW = 12  # groups that a table shows one by one
 WAYS = {"accuracy": "accuracy", "accuracy_sum": "sum", "accuracy_character": "char-\nacter", "accuracy_byte": "byte"}
 METRICS_EXPLAINED = (
-    "In percent ± standard error. accuracy: the choice of the lowest mean loss a token, as in the paper; sum: of the "
-    "lowest loss in all (lm-evaluation-harness's acc); character: of the lowest a character (its acc_norm); byte: of "
-    "the lowest a byte (its acc_bytes)."
+    "In percent ± standard error. accuracy: the choice of the lowest mean loss per token, as in the paper; sum: of the "
+    "lowest loss in all (lm-evaluation-harness's acc); character: of the lowest per character (its acc_norm); byte: of "
+    "the lowest per byte (its acc_bytes)."
 )
 
 

@@ -4,7 +4,7 @@ With causal selection no decision is ever revised, so nothing here is ever recom
 done. The blocks between two fork layers work on the same streams and form a span; a row's streams lie in the order of
 the tokens, without gaps:
 
-    span 0   a b c d · · ·              blocks 0 … 2, one stream a token           a' is a fork of a,
+    span 0   a b c d · · ·              blocks 0 … 2, one stream per token           a' is a fork of a,
     span 1   a' a b c' c d · · ·        blocks 3 … 6, behind the first fork layer  · an unused slot
     span 2   a' a b c″ c' c d · · ·     …
 
@@ -115,7 +115,7 @@ class Cache(NamedTuple):
         )
 
     def grown(self, config: ModelConfig, capacity: int) -> "Cache":
-        """All that it holds, in new storage for `capacity` tokens a row; the slot that nobody reads stays behind.
+        """All that it holds, in new storage for `capacity` tokens per row; the slot that nobody reads stays behind.
 
         The budgets size that storage, so a GPU has to be waited for in any case.
         """

@@ -152,7 +152,7 @@ class Written(Completion):
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second, of all but the first."""
+        """Tokens per second, of all but the first."""
         return (len(self.ids) - 1) / self.decode if len(self.ids) > 1 else None
 
 

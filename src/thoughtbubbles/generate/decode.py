@@ -186,7 +186,7 @@ class View(NamedTuple):
 
 
 def embed_next(model: Thoughtbubbles, ids: Int[Tensor, "B"]) -> Streams:
-    """One token a row: its original, or its copies."""
+    """One token per row: its original, or its copies."""
     x = model.embedding(ids)[:, None].repeat(1, model.config.copies, 1)
     token = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
     return Streams(x, torch.zeros_like(token, dtype=accumulation_dtype(x.dtype)), token)

@@ -59,8 +59,8 @@ def fast_parts(*, on_kernels: bool) -> Parts:
 class GraphStep:
     """Replays a step over a cache that it owns: fill `ids` and `active`, call, and read what comes back.
 
-    The returned tensors are the graph's own, and the next call overwrites them. A step is cut into one graph a span: a
-    long one takes a while to start, and so the later ones are launched while the first runs.
+    The returned tensors are the graph's own, and the next call overwrites them. A step is cut into one graph per span:
+    a long one takes a while to start, and so the later ones are launched while the first runs.
     """
 
     def __init__(self, model: Thoughtbubbles, cache: Cache, *, most: int):

@@ -1,6 +1,6 @@
 """Requests in, completions out: prompts of different lengths, budgets and settings in one batch.
 
-    check each request → prefill the batch → [pick a token a row → hand it out → drop finished rows → step] …
+    check each request → prefill the batch → [pick a token per row → hand it out → drop finished rows → step] …
 
 A row's text depends on its own request alone. How tokens are read is a `Decoder`'s business: through the cache (exact
 for causal selection), or without a cache by reading all of every row again (exact for any rule, and slow).

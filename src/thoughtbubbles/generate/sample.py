@@ -101,7 +101,7 @@ class BatchSampling(NamedTuple):
 
 
 class Picked(NamedTuple):
-    """One token a row, with the model's own log-probabilities: before penalty, temperature and cuts."""
+    """One token per row, with the model's own log-probabilities: before penalty, temperature and cuts."""
 
     id: Int[Tensor, "B"]
     log_prob: Float[Tensor, "B"]

@@ -58,15 +58,15 @@ It forks: before the blocks {layers}, streams may be copied or deleted. {most}
 (`generate(…, budget=…)` changes that number); a single token may have up to {bubble}.
 Selection: {selection}. Merge: {merge}."""
 MOST = {
-    "proportional": "A row keeps at most {budget} streams a token, counted over all of it",
-    "fixed": "A row of any length keeps at most what {budget} streams a token are in a full one",
+    "proportional": "A row keeps at most {budget} streams per token, counted over all of it",
+    "fixed": "A row of any length keeps at most what {budget} streams per token are in a full one",
 }
 BLOCK = """\
 Block selection looks at the whole row, later tokens included, so no cache is exact: `generate` reads all of every row
 anew unless it is told `use_cache=True`, which lets the causal rule stand in."""
 CONVERTED = "The numbers below are those of the {before} weights, before they were converted to {dtype}.\n"
 RESULTS = "Results of `thoughtbubbles eval`.\n"
-PERPLEXITY = ("text, scored", "nats a token", "perplexity", "bits a byte", "tokens")
+PERPLEXITY = ("text, scored", "nats per token", "perplexity", "bits per byte", "tokens")
 BENCHMARKS = ("benchmark", "documents", "accuracy", "acc", "acc_norm", "perplexity", "chance")
 CONDITIONS = ("limit", "data", "windows", "method", "selection", "budget", "precision")
 DAMAGED = (
@@ -78,8 +78,8 @@ DAMAGED = (
     ZeroDivisionError,
 )  # what a reader meets there
 METRICS = """\
-Accuracy in percent ± standard error; accuracy: the choice of the lowest mean loss a token, acc: of the lowest loss in
-all, acc_norm: of the lowest loss a character (the last two as in lm-evaluation-harness).
+Accuracy in percent ± standard error; accuracy: the choice of the lowest mean loss per token, acc: of the lowest loss in
+all, acc_norm: of the lowest loss per character (the last two as in lm-evaluation-harness).
 """
 
 

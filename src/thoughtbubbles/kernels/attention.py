@@ -2,7 +2,7 @@
 
     weights = softmax over keys of (c · q·k + bias_key),    out = Σ weights · (P_key · v),    c = 1/√H
 
-The bias is a number a key, added to the logits in registers: no widened channels, nothing of size S × S. With the
+The bias is a number per key, added to the logits in registers: no widened channels, nothing of size S × S. With the
 logits s, the weights w and dw = dout · (P v)ᵀ, the backward is
 
     ds = w · (dw − rowsum(dout · out)),  dq = c · ds k,  dk = c · dsᵀ q,  d(P v) = wᵀ dout,  dbias = column sum of ds.

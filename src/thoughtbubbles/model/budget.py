@@ -32,7 +32,7 @@ class Budget(NamedTuple):
 
     @classmethod
     def of(cls, value: "BudgetLike | Budget", *, name: str = "budget") -> "Budget":
-        """Reads a number, or one number a row. A float stands for the shortest decimal that denotes it."""
+        """Reads a number, or one number per row. A float stands for the shortest decimal that denotes it."""
         if isinstance(value, Budget):
             rows: list[Any] = _fractions(value, name)
         elif isinstance(value, Tensor):

@@ -44,7 +44,7 @@ def check(
     batch, n_tokens = ids.shape
     if n_tokens > config.block_size:
         raise ValueError(
-            f"ids have {n_tokens} tokens a row, more than block_size = {config.block_size}: "
+            f"ids have {n_tokens} tokens per row, more than block_size = {config.block_size}: "
             "shorten the rows or use a model with a larger block"
         )
     if targets is not None:

@@ -77,7 +77,7 @@ class Rule(NamedTuple):
 
 
 class NextToken(NamedTuple):
-    """The causal rule for one more token a row, from what a cache knows of the tokens before it.
+    """The causal rule for one more token per row, from what a cache knows of the tokens before it.
 
     Here the rule reads as it is written above, one token at a time. The token's own streams are a row of one token.
     """

@@ -69,7 +69,7 @@ def show_costs(size: str, variants: dict[str, ModelConfig], *, tokens: int, rows
     byte, byte_unit = (2**30, "GiB") if plain.parameters > 1e7 else (2**20, "MiB")
 
     table = Table(title=f"{size}: rows of {tokens} tokens")
-    for heading in ("", "parameters", f"{flop_unit} a token\nforward", "\nbackward", "FLOPs\n/ plain"):
+    for heading in ("", "parameters", f"{flop_unit} per token\nforward", "\nbackward", "FLOPs\n/ plain"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for heading in (
         f"training state\n({byte_unit})",
@@ -89,7 +89,7 @@ def show_costs(size: str, variants: dict[str, ModelConfig], *, tokens: int, rows
 
     streams = Table(title="Streams in each block, and what decoding keeps of them")
     streams.add_column("", no_wrap=True)
-    streams.add_column("blocks: streams a row (a token)")
+    streams.add_column("blocks: streams per row (per token)")
     streams.add_column(f"decoding cache\n({rows} row{'s' * (rows > 1)})", justify="right", no_wrap=True)
     for name, found in costs.items():
         config = variants[name]

@@ -34,7 +34,7 @@ from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.train.config import DataConfig, EvalConfig, LogConfig, OptimConfig, RunConfig, SaveConfig
 
 RECORD = Path(__file__).with_name("demo.json")
-NAMES = {"demo-bubbles": "bubbles, 2 streams a token", "demo-plain": "plain GPT"}
+NAMES = {"demo-bubbles": "bubbles, 2 streams per token", "demo-plain": "plain GPT"}
 # With a score bias the first steps are those of a nearly plain model: steadier in so short a run (docs/log.md).
 BUBBLES = ModelConfig(n_layer=4, n_head=3, width=96, vocab_size=384, block_size=128, fork_layers=(1, 2), score_bias=3)
 
@@ -158,7 +158,7 @@ def draw(runs: list[Watched], path: Path) -> None:
         losses = [(line["step"], line["validation_loss"]["stdlib"]) for line in lines if "validation_loss" in line]
         axes.plot(*zip(*losses, strict=True), "o-", color=colour, label=f"{NAMES[run.name]}: {losses[-1][1]:.3f}")
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats a byte)")
+    axes.set_ylabel("loss (nats per byte)")
     axes.set_ylim(top=min(4.0, axes.get_ylim()[1]))
     axes.set_title("Python's own documentation, byte by byte: validation loss (dots) and training loss")
     axes.legend()
@@ -231,7 +231,7 @@ def run_demo(
 
 def _report(runs: list[Watched], numbers: dict[str, Any], out: Path, console: Console, *, seconds: float) -> None:
     table = Table(title=f"{seconds:.0f} seconds")
-    for heading in ("", "parameters", "validation loss (nats a byte)", "tokens/s", "streams a token"):
+    for heading in ("", "parameters", "validation loss (nats per byte)", "tokens/s", "streams per token"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for run in runs:
         facts = numbers[run.name]

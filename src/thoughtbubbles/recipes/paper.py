@@ -1,9 +1,9 @@
 """The paper's runs, each with our causal selection beside the paper's block selection.
 
 Scaling suite (its topology table): 150m, 319m and 772m, each as plain GPT, copy-3, copy-5 and with r = 2 and r = 4
-streams a token, on OpenWebText and on peS2o: 64 × 512 tokens a step, 2.5B tokens, 1 % warm-up, cosine to 10 %.
+streams per token, on OpenWebText and on peS2o: 64 × 512 tokens per step, 2.5B tokens, 1 % warm-up, cosine to 10 %.
 
-Scale-up (1.9b): 480 × 512 tokens a step; 40B tokens of 70 % FineWeb and 30 % peS2o with 10 % warm-up and then a
+Scale-up (1.9b): 480 × 512 tokens per step; 40B tokens of 70 % FineWeb and 30 % peS2o with 10 % warm-up and then a
 constant rate, kept half-way too; then 2B tokens of a mid-training mixture in which the rate falls to 10 % by a cosine.
 
 Ablations: the original stream alone decides ("keep rightmost"), attention not attenuated ("don't mask attn"), no
@@ -118,7 +118,7 @@ def ablation(name: str, kind: str, form: str) -> RunConfig:
 def recipes() -> Recipes:
     rules = {"": "causal selection (ours)", "-paper": "block selection (the paper's)"}
     forms = BASELINES | {
-        f"r{r}{rule}": f"{r} streams a token, {words}" for r in (2, 4) for rule, words in rules.items()
+        f"r{r}{rule}": f"{r} streams per token, {words}" for r in (2, 4) for rule, words in rules.items()
     }
     for size in SUITE:
         for form, words in forms.items():

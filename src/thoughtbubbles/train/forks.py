@@ -1,4 +1,4 @@
-"""What the fork layers did with a batch: streams a token, scores, dropped candidates."""
+"""What the fork layers did with a batch: streams per token, scores, dropped candidates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ QUANTILE_NAMES = ("p10", "p50", "p90")
 def fork_statistics(records: Sequence[ForkRecord], lengths: Int[Tensor, "B"], n_tokens: int) -> list[dict[str, Any]]:
     """For each fork layer, over real tokens and candidates only:
 
-    streams   mean number of streams a token after the layer
+    streams   mean number of streams per token after the layer
     dropped   share of the candidates that did not survive
     scores    quantiles (10, 50, 90 %) of the candidates' scores
     """

@@ -121,7 +121,7 @@ class Log:
 
 
 class Speed:
-    """Tokens and FLOPs a second since the last reading."""
+    """Tokens and FLOPs per second since the last reading."""
 
     def __init__(self, *, flops_per_token: float, peak: float | None, world: int, tokens: int):
         self.flops_per_token, self.peak, self.world = flops_per_token, peak, world

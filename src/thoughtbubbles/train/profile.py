@@ -165,7 +165,7 @@ def markdown(found: Profile, rates: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-HEADINGS = ("ms a step", "share", "launches")
+HEADINGS = ("ms per step", "share", "launches")
 
 
 def _parts(found: Profile) -> list[tuple[str, tuple[ProfileRow, ...]]]:

@@ -2,7 +2,7 @@
 
     RUN/step-00001000/
       model/          config.json, model.safetensors, the tokenizer           (see checkpoint.py)
-      optimizer/      the optimizer's tensors, one safetensors file a rank    (torch's distributed checkpoint)
+      optimizer/      the optimizer's tensors, one safetensors file per rank    (torch's distributed checkpoint)
       state.json      the step, which is also the position in the data and the state of all random numbers
       manifest.json   size and checksum of every file
 

@@ -68,7 +68,7 @@ class Watch:
         config = self.config
         flops = cost(config.model).flops * config.rows / self.world.size
         rates = {
-            "ms a step": f"{seconds * 1e3:.2f}",
+            "ms per step": f"{seconds * 1e3:.2f}",
             "tokens/s": f"{config.tokens_per_step / seconds:,.0f}",
             "TFLOP/s a device": f"{flops / seconds / 1e12:,.3g}",
         }
