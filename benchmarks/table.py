@@ -186,7 +186,7 @@ def decode_table() -> str:
     cpu = [record for record in records("decode") if "models" in record]
     gpu = [record for record in records("decode") if "rows" in record]
     lines = [
-        "| machine | 150m | cached | recomputed / cached | largest difference from the parallel forward |",
+        "| machine | 150m | cached | uncached / cached | largest difference from the parallel forward |",
         "| --- | --- | --- | --- | --- |",
     ]
     for record in cpu:
