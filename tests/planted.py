@@ -300,13 +300,13 @@ FAULTS = [
         "tests/interop/test_hf_cache.py",
     ),
     Fault(
-        "interop/hf_refusals.py",
+        "interop/hf_unsupported.py",
         "(labels[:, 1:] != IGNORED) & ~is_real[:, :-1]",
         "(labels[:, :-1] != IGNORED) & ~is_real[:, :-1]",
         "tests/interop/test_hf_model.py",
     ),
     Fault(
-        "interop/hf_refusals.py",
+        "interop/hf_unsupported.py",
         "-n_columns <= column < n_columns",
         "-n_columns <= column <= n_columns",
         "tests/interop/test_hf_model.py",

@@ -222,7 +222,7 @@ def check_weights(folder: Path, weights: Mapping[str, Tensor], config: ModelConf
     layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
     wrong = f"it has {len(layers)} blocks, not {config.n_layer}" if len(layers) != config.n_layer else None
     if wrong is None:
-        wrong = misfits(shapes(config), weights)
+        wrong = mismatches(shapes(config), weights)
     if wrong is not None:
         raise ValueError(f"{folder / WEIGHTS} does not fit its {CONFIG}: {wrong}")
     check_dtypes(folder, weights)
@@ -241,7 +241,7 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in Thoughtbubbles(config).state_dict().items()}
 
 
-def misfits(expected: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]) -> str | None:
+def mismatches(expected: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]) -> str | None:
     """What is missing, unknown or of another shape, in words; None if nothing is."""
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]

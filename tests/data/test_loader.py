@@ -387,7 +387,7 @@ def test_max_tokens_keeps_whole_examples(tmp_path):
     assert kept(100) == [0, 1, 2, 3, 4, 5]
 
 
-# --- the door --------------------------------------------------------------------------------------
+# --- input validation --------------------------------------------------------------------------
 
 
 def test_sources_are_parsed():

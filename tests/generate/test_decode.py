@@ -396,7 +396,7 @@ def test_a_full_row_can_wait_for_others():
         assert_same_state(read.cache, i, prefill(model, row[None], budget=1)[1], 0)
 
 
-# ---- the door -------------------------------------------------------------------------------------------------------
+# ---- input validation -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

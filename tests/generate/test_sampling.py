@@ -315,7 +315,7 @@ def test_narrow_logits_are_widened():
     torch.testing.assert_close(picked.log_prob.double(), expected, atol=SAME_FUNCTION_FLOAT32, rtol=0)
 
 
-# ---- the door -------------------------------------------------------------------------------------------------------
+# ---- input validation -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("no_shape_checks")

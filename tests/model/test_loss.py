@@ -132,7 +132,7 @@ def test_very_unlikely_targets_stay_finite():
 
 
 def test_a_target_that_is_neither_real_nor_ignored_fails():
-    """Never quietly another token: the door is not there for who calls the loss itself."""
+    """Never quietly another token: there is no input validation for who calls the loss itself."""
     hidden, weight, _ = leaves(4)
     with pytest.raises((RuntimeError, IndexError)):
         mean_loss(hidden, weight, torch.full((4,), -1))

@@ -1,4 +1,4 @@
-"""Thoughtbubbles as a whole: padding, budgets, outputs, traces, learning, precision, and mistakes at the door."""
+"""Thoughtbubbles as a whole: padding, budgets, outputs, traces, learning, precision, and wrong input."""
 
 import math
 from dataclasses import replace

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from thoughtbubbles.checkpoint import misfits
+from thoughtbubbles.checkpoint import mismatches
 from thoughtbubbles.files import short_name
 from thoughtbubbles.interop.authors_files import CONFIG, GUIDE, Checkpoint, flatten, read_checkpoint
 from thoughtbubbles.model.config import MOST, BudgetMode, Merge, ModelConfig, is_whole
@@ -117,7 +117,7 @@ def check_tensors(checkpoint: Checkpoint, names: Mapping[str, str], model: Thoug
         name: tuple(ours[own].shape[::-1] if name.endswith("kernel") else ours[own].shape)
         for name, own in names.items()
     }
-    if wrong := misfits(expected, checkpoint.tensors):
+    if wrong := mismatches(expected, checkpoint.tensors):
         raise ValueError(f"{checkpoint.name} does not have the layout of the authors' code: {wrong}. See {GUIDE}")
 
 

@@ -21,15 +21,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from thoughtbubbles.interop.hf_cache import ThoughtbubblesCache
 from thoughtbubbles.interop.hf_config import ThoughtbubblesConfig
 from thoughtbubbles.interop.hf_padding import Padding
-from thoughtbubbles.interop.hf_refusals import (
+from thoughtbubbles.interop.hf_unsupported import (
+    check_arguments,
+    check_caching,
+    check_checkpointing,
+    check_device_map,
+    check_labels,
+    check_length,
+    check_unsupported,
     of_columns,
-    refuse,
-    refuse_caching,
-    refuse_checkpointing,
-    refuse_kinds,
-    refuse_labels_behind_padding,
-    refuse_parts,
-    refuse_too_long,
 )
 from thoughtbubbles.model.budget import Budget, BudgetLike
 from thoughtbubbles.model.initial import has_numbers
@@ -108,7 +108,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         """Blocks are computed again in the backward, for less memory."""
         if wrong := {name: value for name, value in others.items() if value not in (1, False, None)}:
             raise ValueError(f"{wrong}: every block is computed again, on its own device; leave this out")
-        refuse_checkpointing(gradient_checkpointing_kwargs or {})
+        check_checkpointing(gradient_checkpointing_kwargs or {})
         options = {"preserve_rng_state": False, **(gradient_checkpointing_kwargs or {}), "use_reentrant": False}
         self.gradient_checkpointing_disable()
         for block in self.blocks:
@@ -147,9 +147,9 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch  what the sum of losses is divided by in place of the number of labels here
         budget              streams per token in place of the config's: a number, or one for each row
         """
-        refuse({name: getattr(self.config, name, None) for name in OUTPUTS} | unused)
-        refuse_parts(getattr(self, "hf_device_map", {}))
-        refuse_kinds(
+        check_unsupported({name: getattr(self.config, name, None) for name in OUTPUTS} | unused)
+        check_device_map(getattr(self, "hf_device_map", {}))
+        check_arguments(
             input_ids,
             attention_mask=attention_mask,
             labels=labels,
@@ -190,7 +190,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         targets = None if labels is None else F.pad(of_columns("labels", labels, ids), (0, 1), value=IGNORED)[:, 1:]
         if labels is not None and padding is not None and num_items is not None and self.training:
-            refuse_labels_behind_padding(labels, padding.is_real)
+            check_labels(labels, padding.is_real)
         last_only = isinstance(logits_to_keep, int) and logits_to_keep == 1 and ends_in_tokens(padding)
         want = () if self.training and labels is not None else ("next_logits" if last_only else "logits",)
         out = self.core(
@@ -221,7 +221,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         budget: BudgetLike | Budget | None,
     ) -> CausalLMOutputWithPast:
         cache = ThoughtbubblesCache() if cache is None else cache
-        refuse_caching(self.core.config, labels)
+        check_caching(self.core.config, labels)
         past = cache.get_seq_length()
         if attention_mask is not None and past > 0 and attention_mask.shape[1] == past + ids.shape[1]:
             Padding.of(attention_mask)  # no holes, those of the past included
@@ -301,7 +301,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
             raise ValueError(f"cache_implementation = {kind!r}: streams need a cache of their own; leave it out")
-        refuse_too_long(self.config.block_size, generation_config, model_kwargs.get("attention_mask"))
+        check_length(self.config.block_size, generation_config, model_kwargs.get("attention_mask"))
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = ThoughtbubblesCache(max_cache_length)
 

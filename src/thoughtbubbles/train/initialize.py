@@ -12,7 +12,7 @@ from thoughtbubbles.checkpoint import (
     check_dtypes,
     check_manifest,
     find_model,
-    misfits,
+    mismatches,
     read_config,
     read_weights,
     shapes,
@@ -51,7 +51,7 @@ def fitting_weights(config: ModelConfig, path: Path) -> tuple[dict[str, Tensor],
     check_manifest(folder)
     weights, expected = read_weights(folder), shapes(config)
     fresh = [name for name in expected if name not in weights and name.startswith("forks.")]
-    wrong = misfits({name: shape for name, shape in expected.items() if name not in fresh}, weights)
+    wrong = mismatches({name: shape for name, shape in expected.items() if name not in fresh}, weights)
     if wrong is not None:
         theirs = read_config(folder)
         raise ValueError(

@@ -37,13 +37,13 @@ CHECKPOINT_OPTIONS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def refuse(unused: dict[str, Any]) -> None:
+def check_unsupported(unused: dict[str, Any]) -> None:
     for name, value in unused.items():
         if value is not None and value is not False:
             raise ValueError(f"{name}: {UNUSED.get(name, 'this model has no such input; leave it out')}")
 
 
-def refuse_kinds(
+def check_arguments(
     input_ids: Any,
     *,
     attention_mask: Any,
@@ -93,7 +93,7 @@ def is_columns(wanted: Any, n_columns: int) -> bool:
     return is_hidden or all(-n_columns <= column < n_columns for column in wanted.tolist())
 
 
-def refuse_checkpointing(options: Mapping[str, Any]) -> None:
+def check_checkpointing(options: Mapping[str, Any]) -> None:
     """Of `gradient_checkpointing_kwargs`: what torch's checkpoint takes, but for one form that loses gradients."""
     for name, value in options.items():
         if name not in CHECKPOINT_OPTIONS:
@@ -111,7 +111,7 @@ def refuse_checkpointing(options: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_parts(device_map: Mapping[str, object]) -> None:
+def check_device_map(device_map: Mapping[str, object]) -> None:
     devices = sorted({str(device) for device in device_map.values()})
     if len(devices) > 1 or devices == ["disk"]:
         raise ValueError(
@@ -120,7 +120,7 @@ def refuse_parts(device_map: Mapping[str, object]) -> None:
         )
 
 
-def refuse_caching(config: ModelConfig, labels: Tensor | None) -> None:
+def check_caching(config: ModelConfig, labels: Tensor | None) -> None:
     if torch.compiler.is_exporting():
         raise ValueError(
             "torch.export with a cache: how many streams a token takes depends on the text, so no exported graph can "
@@ -135,7 +135,7 @@ def refuse_caching(config: ModelConfig, labels: Tensor | None) -> None:
         )
 
 
-def refuse_too_long(block_size: int, settings: GenerationConfig, attention_mask: Tensor | None) -> None:
+def check_length(block_size: int, settings: GenerationConfig, attention_mask: Tensor | None) -> None:
     """`max_length` is final here; there is no mask where nothing is padded."""
     if attention_mask is not None:
         longest, new = int(attention_mask.sum(1).max()), settings.max_length - attention_mask.shape[1]
@@ -153,7 +153,7 @@ def refuse_too_long(block_size: int, settings: GenerationConfig, attention_mask:
         )
 
 
-def refuse_labels_behind_padding(labels: Tensor, is_real: Tensor) -> None:
+def check_labels(labels: Tensor, is_real: Tensor) -> None:
     """Nothing predicts them, but the Trainer's `num_items_in_batch` counts them: the mean would be too small."""
     if torch.compiler.is_compiling():
         return
