@@ -148,7 +148,7 @@ def _whole_characters(text: str) -> str:
 
 
 def _split_long_white(text: str) -> list[str]:
-    """Cuts behind all but the last of very many white characters, where the words end in any case.
+    """Cuts after all but the last of very many white characters, where the words end in any case.
 
     There the pattern looks for a shorter match once for each of them, and from about a million on gives up.
     """

@@ -44,7 +44,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Query:
     """Context and continuation as ids, split as lm-evaluation-harness splits them.
 
     White space at the end of the context moves to the continuation, since GPT-2's words begin with it. The two are
-    encoded as one text, and what comes behind as many tokens as the context has is the continuation.
+    encoded as one text, and what comes after as many tokens as the context has is the continuation.
     """
     kept = context.rstrip()
     context, continuation = kept, context[len(kept) :] + continuation

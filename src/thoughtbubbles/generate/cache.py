@@ -5,7 +5,7 @@ done. The blocks between two fork layers work on the same streams and form a spa
 the tokens, without gaps:
 
     span 0   a b c d · · ·              blocks 0 … 2, one stream per token           a' is a fork of a,
-    span 1   a' a b c' c d · · ·        blocks 3 … 6, behind the first fork layer  · an unused slot
+    span 1   a' a b c' c d · · ·        blocks 3 … 6, after the first fork layer  · an unused slot
     span 2   a' a b c″ c' c d · · ·     …
 
 A fork layer needs two things of the past to rank a new token: the levels of all earlier candidates, dropped ones too,
@@ -34,7 +34,7 @@ class Span(NamedTuple):
     value: Float[Tensor, "L B N S H"]  # attenuated
     log_score: Float[Tensor, "B S"]
     token: Int[Tensor, "B S"]
-    used: Int[Tensor, "B"]  # streams so far; in a span behind a fork layer this is A_{t−1}
+    used: Int[Tensor, "B"]  # streams so far; in a span after a fork layer this is A_{t−1}
     level: Int[Tensor, "B C"] | None  # of every candidate of the fork layer in front; None where there is none
 
 

@@ -230,7 +230,7 @@ def enter(
 
 
 def _append(storage: Tensor, begin: Int[Tensor, "B"], n: Int[Tensor, "B"], values: Tensor) -> None:
-    """Writes the first n values of each row behind what it has."""
+    """Writes the first n values of each row after what it has."""
     index = torch.arange(storage.shape[1], device=storage.device) - begin[:, None]
     inside = (index >= 0) & (index < n[:, None])
     new = values.to(storage.dtype).gather(1, index.clamp(0, values.shape[1] - 1))

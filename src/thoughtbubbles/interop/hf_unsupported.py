@@ -161,7 +161,7 @@ def check_labels(labels: Tensor, is_real: Tensor) -> None:
     if bool(unpredicted.any()):
         row, column = (int(place) for place in unpredicted.nonzero()[0])
         raise ValueError(
-            f"labels has {int(labels[row, column + 1])} in row {row}, column {column + 1}, right behind padding: "
+            f"labels has {int(labels[row, column + 1])} in row {row}, column {column + 1}, right after padding: "
             "nothing predicts it, but num_items_in_batch counts it; pad on the right for training "
             "(tokenizer.padding_side = 'right'), with -100 as the label of padding, or give this label -100"
         )

@@ -107,7 +107,7 @@ def _attend(  # type: ignore[no-untyped-def]
     end = tl.minimum((part + 1) * per_part, kept)
     base = bn.to(tl.int64) * S * H
     slot = part * per_part + s
-    here = slot < end  # nowhere in the last part, which begins behind what is kept
+    here = slot < end  # nowhere in the last part, which begins after what is kept
     at = base + slot[:, None] * H + h[None, :]
     if TURNS == 1:  # what is kept does not depend on the kernel before
         k_left = tl.load(key + at, mask=here[:, None], other=0.0)

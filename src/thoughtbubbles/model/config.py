@@ -199,7 +199,7 @@ class ModelConfig:
         if size not in SIZES or not (form in ("", "paper", "plain") or (copies.isdecimal() and len(copies) <= 9)):
             raise ValueError(
                 f"no model is named {name!r}: take a size ({', '.join(SIZES)}), "
-                "alone or with -paper, -plain or -copy-N behind it, such as 150m-copy-3"
+                "alone or with -paper, -plain or -copy-N after it, such as 150m-copy-3"
             )
         if form == "":
             return SIZES[size]

@@ -35,7 +35,7 @@ class ForkRecord(NamedTuple):
     is_fork: Bool[Tensor, "B n"]
     token: Int[Tensor, "B n"]
     bubble_size: Int[Tensor, "B T"]
-    layer: int = -1  # the block behind it: the model knows, and a number here would make fork layers different code
+    layer: int = -1  # the block after it: the model knows, and a number here would make fork layers different code
 
 
 class ScoreHead(nn.Module):

@@ -95,7 +95,7 @@ def _resumed(arguments: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def _value(arguments: Sequence[str], option: str) -> str | None:
-    """What follows an option, as its own word or behind `=`; None where there is none."""
+    """What follows an option, as its own word or after `=`; None where there is none."""
     for word, following in zip(arguments, [*arguments[1:], "-"], strict=True):
         given, equals, value = word.partition("=")
         if given.replace("_", "-") == option:

@@ -37,7 +37,7 @@ MIDTRAINING = (
 
 
 def model(size: str, form: str, changes: dict[str, Any] | None = None) -> ModelConfig:
-    """`form`: plain, copy-3, copy-5, or r2 / r4, with -paper behind it for block selection."""
+    """`form`: plain, copy-3, copy-5, or r2 / r4, with -paper after it for block selection."""
     if not form.startswith("r"):
         return ModelConfig.named(f"{size}-{form}")
     budget, _, rule = form.partition("-")

@@ -3,7 +3,7 @@
 Step n reads batch n and draws its random numbers from (seed, n), so the number of finished steps is all the state there
 is besides weights and optimizer, and a run that is killed and resumed gives the same bits as one that is not.
 
-The device is not kept waiting: `launch` queues a step, and the next one's batches behind it, and its numbers are read
+The device is not kept waiting: `launch` queues a step, and the next one's batches after it, and its numbers are read
 when the next step has been launched, unless something is due that needs them.
 """
 
@@ -213,7 +213,7 @@ class Trainer:
         self._count_skipped(facts["skipped"], step)
 
     def launch(self) -> Launched:
-        """Queues an optimizer step on global batch `done`, and the copies of the next one's batches behind it.
+        """Queues an optimizer step on global batch `done`, and the copies of the next one's batches after it.
 
         Its loss is one mean over all real targets of all ranks. The host does not wait for the device.
         """

@@ -37,7 +37,7 @@ class MicroResult(NamedTuple):
 class AsyncScalars:
     """Numbers on their way from the device, to be read when they are needed.
 
-    They travel right behind the work that makes them; reading waits for that, and not for what was queued since.
+    They travel right after the work that makes them; reading waits for that, and not for what was queued since.
     """
 
     def __init__(self, numbers: Tensor):

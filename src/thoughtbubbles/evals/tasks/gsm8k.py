@@ -2,7 +2,7 @@
 
     prompt    "{question}⏎", the form in which training sees such questions (data/records.py)
 
-Right is an answer whose last number is that behind "####" in the set's own answer. Numbers are compared as numbers:
+Right is an answer whose last number is that after "####" in the set's own answer. Numbers are compared as numbers:
 "1,000", "$1000" and "1000.0" are one.
 """
 
