@@ -335,7 +335,7 @@ def test_labels_that_nothing_predicts(tmp_path, side):
     if side == "right":
         torch.testing.assert_close(model(**inputs, labels=labels, num_items_in_batch=counted).loss, mean)
         return
-    with pytest.raises(ValueError, match=r"in row 1, column 3, right behind padding.*pad on the right for training"):
+    with pytest.raises(ValueError, match=r"in row 1, column 3, right after padding.*pad on the right for training"):
         model(**inputs, labels=labels, num_items_in_batch=counted)
     labels[1, 3] = -100  # the remedy, if the side is to stay
     torch.testing.assert_close(model(**inputs, labels=labels, num_items_in_batch=counted - 1).loss, mean)

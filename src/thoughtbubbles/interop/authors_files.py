@@ -159,7 +159,7 @@ def _map(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def flatten(tree: Mapping[str, Any], *, name: str) -> dict[str, Tensor]:
-    """Arrays by slash-joined name. Dots serve as slashes; `params` in front and a box's `value` after them are dropped."""
+    """Arrays by slash-joined name. Dots serve as slashes; a leading `params` and a box's final `value` are dropped."""
     leaves = {key.replace(".", "/"): leaf for key, leaf in _leaves(tree)}
     if any(key.startswith("params/") for key in leaves):  # a whole training state: the rest is the optimizer's
         leaves = {key.removeprefix("params/"): leaf for key, leaf in leaves.items() if key.startswith("params/")}
