@@ -380,6 +380,7 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**environment(), "PYTHONIOENCODING": "utf-8"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # these tests may run where it is ignored
         **options,
     )
     assert process.stdout is not None
