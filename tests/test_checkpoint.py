@@ -331,7 +331,7 @@ def test_reading_a_checkpoint_unpickles_nothing(tmp_path, monkeypatch):
 
     train(small_run(tmp_path / "run", steps=3))
 
-    def check_unsupported(*_: object, **__: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise AssertionError("something was unpickled")
 
     for name in ("load", "loads", "Unpickler"):

@@ -212,7 +212,7 @@ def test_help_shows_every_field_of_a_run(show):
         "--model.budget",
         "--save.milestones",
         "--data.mixture",
-        "--compute.activation_checkpointing",
+        "--compute.activation-checkpointing",
     ):
         assert expected in shown
 
