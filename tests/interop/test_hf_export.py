@@ -23,6 +23,7 @@ from thoughtbubbles import Thoughtbubbles, cli
 from thoughtbubbles.checkpoint import load, save_model
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.run import run as evaluate
 from thoughtbubbles.evals.settings import Evaluation
 from thoughtbubbles.files import write_json, write_manifest
@@ -64,9 +65,9 @@ def finished(tmp_path_factory) -> Path:
         place = folder / f"step-{step:08}"
         model_in(place / "model", seed=step, block_size=160)
         asked = {"checkpoint": place, "data_dir": benchmarks, "data": corpus, "windows": 2, "tokens": 10}
-        evaluate(Evaluation(**asked, tasks=("perplexity", "lambada", "blimp")), device="cpu")
+        evaluate(Evaluation(**asked, tasks=("perplexity", "lambada", "blimp")), World(torch.device("cpu")))
         limited = Evaluation(**asked, tasks=("arc_easy",), limit=2, budget=("1.5",), out=folder / f"eval-{step}")
-        evaluate(limited, device="cpu")
+        evaluate(limited, World(torch.device("cpu")))
     write_json(folder / "run.json", described)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
@@ -442,7 +443,8 @@ def test_several_budgets_are_lines_of_their_own(run):
     place = run / "step-00000080"
     benchmarks = Path(__file__).parents[2] / "docs" / "examples" / "benchmarks"
     evaluate(
-        Evaluation(checkpoint=place, data_dir=benchmarks, tasks=("blimp",), budget=("1", "1.5", "2.0")), device="cpu"
+        Evaluation(checkpoint=place, data_dir=benchmarks, tasks=("blimp",), budget=("1", "1.5", "2.0")),
+        World(torch.device("cpu")),
     )
     found = [line for line in lines_of(card_of(run)) if line.startswith("| BLiMP |")]
     assert sorted(line.split(" | ")[-2] for line in found) == ["1", "1.5", "2.0"]  # 2 has been examined before
@@ -503,7 +505,7 @@ def test_an_export_that_was_examined_tells_each_result_once(tmp_path, run):
     once = (first / "README.md").read_text()
     shutil.copytree(run / "eval" / "step-00000080", first / "eval")  # the same numbers, in a table of other columns
     benchmarks = Path(__file__).parents[2] / "docs" / "examples" / "benchmarks"
-    evaluate(Evaluation(checkpoint=first, data_dir=benchmarks, tasks=("piqa",)), device="cpu")
+    evaluate(Evaluation(checkpoint=first, data_dir=benchmarks, tasks=("piqa",)), World(torch.device("cpu")))
     again = (export(first, out=tmp_path / "again") / "README.md").read_text()
 
     def rows(text: str) -> list[list[str]]:

@@ -265,7 +265,7 @@ def check_options(checkpoint: Any, *, dtype: Any, batch_tokens: Any, method: Any
 
 def _device(wanted: Any) -> torch.device:
     try:
-        return torch.device(find_device(wanted, among=DEVICES))
+        return torch.device(find_device(wanted, among=DEVICES) if wanted in ("auto", *DEVICES) else wanted)
     except (RuntimeError, TypeError):
         raise ValueError(f"device = {short_name(repr(wanted))}: give auto, cpu or cuda") from None
 
