@@ -99,7 +99,7 @@ def test_the_trainer_takes_our_steps(tmp_path, merge, accumulated):
     train(run)
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     ours = [line["loss"] for line in lines if "loss" in line]
-    with join("cpu") as world:
+    with joined("cpu") as world:
         data = RunData(run, world)
         batches = [micro for step in range(STEPS) for micro in data.inputs(step).micros]
 
