@@ -129,13 +129,10 @@ FAULTS = [
         "train/parallel.py", "group.set_gradient_divide_factor(1.0)", "group.set_gradient_divide_factor(2.0)", PARALLEL
     ),
     Fault(
-        "train/parallel.py", "model.set_requires_gradient_sync(on)", "model.set_requires_gradient_sync(True)", PARALLEL
-    ),
-    Fault(
         "train/parallel.py",
         "return next(filter(None, troubles), None)",
         "return troubles[0]",
-        f"{PARALLEL} tests/train/test_faults.py",
+        "tests/train/test_state.py",
     ),
     Fault(
         "train/parallel.py",
@@ -156,7 +153,7 @@ FAULTS = [
         "train/loop.py",
         "torch.manual_seed(mix(config.seed, n, self.world.rank))",
         "torch.manual_seed(config.seed)",
-        "tests/train/test_loop.py tests/train/test_resume.py",
+        "tests/train/test_loop.py",
     ),
     Fault(
         "train/optim.py",

@@ -209,6 +209,17 @@ def test_a_dry_run_sees_that_another_process_trains_there(tmp_path):
     assert check_run(config, resume=False, made_in=tmp_path / "made")
 
 
+def test_a_step_draws_from_its_own_seed(tmp_path):
+    seeds = []
+    for name in ("a", "b"):
+        trainer = Trainer(small_run(tmp_path / name, steps=3), CPU)
+        for trainer.done in range(2):
+            trainer.launch()
+            seeds.append(torch.initial_seed())
+    assert seeds[:2] == seeds[2:]
+    assert seeds[0] != seeds[1]
+
+
 def test_the_data_may_be_moved_while_a_run_works_on_it(tmp_path):
     config = small_run(tmp_path / "run", steps=4)
     trainer = Trainer(config, CPU)

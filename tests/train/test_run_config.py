@@ -11,7 +11,7 @@ from helpers import lively_model, small_config
 from thoughtbubbles.distributed import find_device
 from thoughtbubbles.train.config import OptimConfig, RunConfig, differences
 from thoughtbubbles.train.fields import from_record, read_count
-from thoughtbubbles.train.optim import Optimizer, learning_rate
+from thoughtbubbles.train.optim import Optimizer, learning_rate, warmup_steps
 from train.runs import small_run
 
 
@@ -88,6 +88,10 @@ def test_warmup_stable_decay():
     assert rates[9:80] == [2.0] * 71
     assert rates[80] == pytest.approx(2.0 - 1.5 / 20)
     assert rates[99] == pytest.approx(0.5)
+
+
+def test_the_warmup_is_the_nearest_number_of_steps():
+    assert [warmup_steps(OptimConfig(warmup=share), 100) for share in (0.0, 0.29, 0.296, 1.0)] == [0, 29, 30, 100]
 
 
 def test_constant_after_warmup():

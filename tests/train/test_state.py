@@ -75,6 +75,17 @@ def saved(once, tmp_path) -> Path:
     return shutil.copytree(once, tmp_path / "run" / once.name)
 
 
+@pytest.mark.parametrize("troubles", [[None, "its disk is full"], ["its disk is full", "and this one's"], [None, None]])
+def test_what_fails_on_any_rank_fails_on_all(troubles, monkeypatch):
+    def gather(found: list, _: object, group: object = None) -> None:
+        found[:] = troubles
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    assert World(torch.device("cpu"), 0, 2, is_distributed=True).first_error(troubles[0]) == next(
+        filter(None, troubles), None
+    )
+
+
 def test_what_changes_after_save_is_not_in_the_checkpoint(tmp_path):
     """The next steps go on while it is written: weights and moments are those of the moment of saving."""
     model, optimizer = something_to_save()
