@@ -20,6 +20,7 @@ from helpers import lively_model
 from thoughtbubbles import Thoughtbubbles
 from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.distributed import joined
 from thoughtbubbles.interop.export import export
 from thoughtbubbles.interop.hf import ThoughtbubblesForCausalLM
 from thoughtbubbles.train.data import RunData
