@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -275,6 +276,39 @@ def test_damaged_answers_are_left_out(tmp_path):
     with Answers(tmp_path, "piqa", {"a": 1}) as answers:
         answers.add(0, good)
     assert Answers(tmp_path, "piqa", {"a": 1}).read() == {0: good}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"document": True},
+        {"document": "0"},
+        {"time": "now"},
+        {"time": None},
+        {"truncated": -1},
+        {"scores": [1.0]},
+        {"scores": {"accuracy": None}},
+        {"scores": {"accuracy": 10**400}},
+        {"groups": {"a": 1}},
+        {"log_probs": ["x"]},
+        {"tokens": 3},
+        {"text": 5},
+    ],
+    ids=str,
+)
+def test_wrong_kinds_under_a_right_checksum_are_left_out(change, tmp_path):
+    good = mark(PIQA, [Likelihood(-1.0, 2, False, 0), Likelihood(-2.0, 1, False, 0)])
+    with Answers(tmp_path, "piqa", {"a": 1}) as answers:
+        answers.add(0, good)
+        answers.add(1, good)
+    (path,) = tmp_path.iterdir()
+    header, first, last = path.read_bytes().splitlines()
+    record = {name: value for name, value in json.loads(first).items() if name != "crc32"}
+    for changed, expected in ((record, {0: good, 1: good}), ({**record, **change}, {1: good})):
+        text = json.dumps(changed)[:-1].encode()
+        line = text + b', "crc32": %d}' % zlib.crc32(text)
+        path.write_bytes(b"\n".join([header, line, last]) + b"\n")
+        assert Answers(tmp_path, "piqa", {"a": 1}).read() == expected
 
 
 def test_an_answer_to_something_else_does_not_fit():

@@ -11,6 +11,7 @@ answers to a document the newest counts.
 
 import fcntl
 import json
+import math
 import time
 import zlib
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from typing import Any, TextIO
 
 from thoughtbubbles.evals.metrics import Answer
 from thoughtbubbles.files import named, parse_json, read_bytes, short_name
+from thoughtbubbles.model.config import is_number, is_whole
 
 REMEDY = "delete it; what it held is answered again"
 CHECKSUM = ', "crc32": '
@@ -107,4 +109,30 @@ def _record(line: bytes) -> dict[str, Any] | None:
         record: dict[str, Any] = parse_json(line, where="", remedy="")
     except ValueError:
         return None
-    return record if record.keys() == FIELDS else None
+    return record if record.keys() == FIELDS and _has_kinds(record) else None
+
+
+def _has_kinds(record: Mapping[str, Any]) -> bool:
+    """Whether every value is of the kind that was written: a checksum can be made to fit."""
+    return (
+        _is_count(record["document"])
+        and _is_finite(record["time"])
+        and _is_count(record["truncated"])
+        and isinstance(record["scores"], dict)
+        and all(map(_is_finite, record["scores"].values()))
+        and isinstance(record["groups"], dict)
+        and all(isinstance(group, str) for group in record["groups"].values())
+        and isinstance(record["log_probs"], list)
+        and all(map(_is_finite, record["log_probs"]))
+        and isinstance(record["tokens"], list)
+        and all(map(_is_count, record["tokens"]))
+        and isinstance(record["text"], str | None)
+    )
+
+
+def _is_finite(value: object) -> bool:
+    return is_number(value) and abs(value) < math.inf  # type: ignore[arg-type]
+
+
+def _is_count(value: object) -> bool:
+    return is_whole(value) and 0 <= value < 1 << 60  # type: ignore[operator]
