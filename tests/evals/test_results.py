@@ -297,7 +297,7 @@ def test_damaged_answers_are_left_out(tmp_path):
     ids=str,
 )
 def test_wrong_kinds_under_a_right_checksum_are_left_out(change, tmp_path):
-    good = mark(PIQA, [Likelihood(-1.0, 2, False, 0), Likelihood(-2.0, 1, False, 0)])
+    good = score_choices(PIQA, [Likelihood(-1.0, 2, False, 0), Likelihood(-2.0, 1, False, 0)])
     with Answers(tmp_path, "piqa", {"a": 1}) as answers:
         answers.add(0, good)
         answers.add(1, good)
