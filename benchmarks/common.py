@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's name, timing side by side, extra memory, and results as files."""
+"""Shared code of the benchmarks: interleaved timing, peak memory, and result files."""
 
 import gc
 import json
@@ -25,7 +25,7 @@ def synchronize(device: str) -> None:
 def seconds(
     variants: dict[str, Callable[[], object]], *, device: str, repeats: int, warmup: int = 2
 ) -> dict[str, float]:
-    """Median time of each variant. They take turns, so that a slow spell of the machine hits all alike."""
+    """Median time of each variant. Their runs are interleaved, so that a slow phase of the machine affects all."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for repeat in range(warmup + repeats):
         for name, run in variants.items():
@@ -39,7 +39,7 @@ def seconds(
 
 
 def extra_peak_bytes(run: Callable[[], object], *, device: str) -> int:
-    """The most memory held at any moment of `run`, above what was held before it."""
+    """Peak memory during `run`, above what was allocated before it."""
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -52,7 +52,7 @@ def extra_peak_bytes(run: Callable[[], object], *, device: str) -> int:
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark of this process
     except OSError as error:
         raise RuntimeError(
-            "peak memory on the CPU is measured through Linux's /proc; it is not available here"
+            "peak memory on the CPU is measured through Linux's /proc, which is not available here"
         ) from error
     before = _resident("VmRSS")
     run()
@@ -65,14 +65,14 @@ def _resident(field: str) -> int:
 
 
 def _without_places(arguments: list[str]) -> list[str]:
-    """Where results were put, and where data lay, says nothing about how they were made."""
+    """Without output and data folders, which do not affect the results."""
     at = arguments.index("--out") if "--out" in arguments else len(arguments)
     kept = arguments[:at] + arguments[at + 2 :]
     return ["DIR" if before in ("--data", "--data-dir") else word for before, word in pairwise(["", *kept])]
 
 
 def slug(name: str) -> str:
-    """A machine's name as part of a file's."""
+    """A machine's name as part of a file name."""
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 

@@ -1,12 +1,12 @@
-"""Decoding with and without a KV cache on a CPU, and steps as CUDA graphs on a GPU, with bubbles and without.
+"""Decoding with and without a KV cache on a CPU, and with CUDA graphs on a GPU, with bubbles and without.
 
 python benchmarks/decode.py                   150m, float32: 256 new tokens after a prompt of 256, one row
 python benchmarks/decode.py --device cuda     1.9b, bfloat16: 1 row and 32 rows, compiled steps, static shapes
 
 Random weights and random ids. Before anything is timed, cached log-probabilities are checked against the parallel
-forward. Decoding without a cache is timed at 8 evenly spaced sizes of the prefix and summed. On the GPU a step's time
-is that of the replayed graph, the median over all positions; tokens per second are those of the whole loop, with
-picking tokens and handing them out.
+forward. Decoding without a cache is timed at 8 evenly spaced prefix lengths and summed. On the GPU the time of a step
+is that of the replayed graph, the median over all positions; tokens per second are those of the whole loop, including
+sampling and returning tokens.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from thoughtbubbles.model.cost import parameter_count
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 PROMPT, NEW = 256, 256
-SIZES = 8  # of prefixes at which decoding without a cache is timed
+SIZES = 8  # prefix lengths at which decoding without a cache is timed
 
 
 def build(name: str, device: str, dtype: torch.dtype) -> Thoughtbubbles:
@@ -100,14 +100,14 @@ def on_cpu() -> dict[str, Any]:
 
 
 def _decode(model: Thoughtbubbles, ids: Tensor) -> None:
-    """A prompt and all new tokens but the last, whose prediction nobody needs."""
+    """A prompt and all new tokens but the last, whose prediction is not needed."""
     _, cache = prefill(model, ids[:, :PROMPT])
     for t in range(PROMPT, PROMPT + NEW - 1):
         _, cache = decode_step(model, cache, ids[:, t])
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second of a large copy on the device, read and written."""
+    """Bytes per second of a large copy on the device, read plus written."""
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
     time = seconds({"copy": lambda: target.copy_(source)}, device="cuda", repeats=20)["copy"]
@@ -116,7 +116,7 @@ def copy_bandwidth() -> float:
 
 @torch.no_grad()
 def step_times(step: GraphStep, ids: Tensor) -> list[float]:
-    """Milliseconds of every step from the prompt's end up to a full block."""
+    """Milliseconds of every step from the end of the prompt up to the full context length."""
     events = []
     for t in range(PROMPT, PROMPT + NEW):
         step.ids.copy_(ids[:, t])
@@ -130,7 +130,7 @@ def step_times(step: GraphStep, ids: Tensor) -> list[float]:
 
 
 def graph_check(step: GraphStep, model: Thoughtbubbles, ids: Tensor) -> float:
-    """Relative error of the graph's logits against plain steps, where both have as many streams."""
+    """Relative error of the graph's logits against eager steps, where both have the same number of streams."""
     _, cache = prefill(model, ids[:, :PROMPT])
     errors = []
     for t in range(PROMPT, PROMPT + 8):
@@ -139,12 +139,12 @@ def graph_check(step: GraphStep, model: Thoughtbubbles, ids: Tensor) -> float:
         same = found.streams == expected.streams
         if bool(same.any()):
             errors.append((found.logits - expected.logits)[same].norm() / expected.logits[same].norm())
-    assert len(errors) >= 6, "the graph has forked differently at most steps"
+    assert len(errors) >= 6, "the graph forked differently in most steps"
     return float(torch.stack(errors).median())
 
 
 def started(model: Thoughtbubbles, ids: Tensor) -> tuple[GraphStep, dict[str, Any]]:
-    """A graph over a filled cache, and what the cache's memory was predicted and found to be."""
+    """A graph with its cache, and the predicted and measured memory of the cache."""
     rows, budget = ids.shape[0], Budget.of(model.config.budget)
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -171,7 +171,7 @@ def refill(step: GraphStep, model: Thoughtbubbles, ids: Tensor) -> None:
 
 
 def whole_loop(model: Thoughtbubbles, ids: Tensor) -> tuple[float, float]:
-    """Tokens a second of `stream`, greedy, past the first 16 tokens; mean streams per token."""
+    """Tokens per second of `stream`, greedy, after the first 16 tokens; mean streams per token."""
     prompts = ids[:, :PROMPT].tolist()
     requests = [Request(prompt=prompt, sampling=Sampling(temperature=0), max_new=NEW) for prompt in prompts]
     times, streams = [], []
@@ -183,7 +183,7 @@ def whole_loop(model: Thoughtbubbles, ids: Tensor) -> tuple[float, float]:
 
 
 def profile(step: GraphStep, *, repeats: int = 5) -> list[dict[str, Any]]:
-    """Where a step's time goes: microseconds and launches by kernel. Overlapping launches count their waiting too."""
+    """Where the time of a step goes: microseconds and launches per kernel, including waiting of overlapping ones."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
@@ -220,7 +220,7 @@ def on_gpu(rows_tried: list[int]) -> dict[str, Any]:
                 cases[name]["difference_from_the_parallel_forward"] = difference(model, ids, steps=64)
         compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         times: dict[str, list[float]] = {name: [] for name in models}
-        for _ in range(3):  # turn by turn
+        for _ in range(3):  # interleaved
             for name, model in models.items():
                 ids = some_ids(model, rows)
                 refill(steps[name], model, ids)

@@ -1,13 +1,16 @@
-"""Does forking help, and from where on? Plain GPT, causal and block selection on real text, at a size of minutes.
+"""What do bubbles bring, and what of it do the forks bring? Four models on the same real text, in minutes on a GPU.
 
 python benchmarks/effect.py --data DIR       DIR: a folder made by `thoughtbubbles prepare` with the gpt2 tokenizer
 
-12 layers of width 512 (63.6M parameters), fork layers 3, 7, 11, r = 2, residual merge; 64 × 512 tokens per step, cosine
-to 10 % with 5 % warm-up: the training command with the options below. Validation losses on the way go to the results.
+plain: no fork layers. gate: r = 1, scores and attenuation as in the others, but no fork survives. causal, block: r = 2.
+
+12 layers of width 512 (63.6M parameters), fork layers 3, 7, 11, residual merge; 64 × 512 tokens per step, cosine
+to 10 % with 5 % warm-up: the training command with the options below. Writes the validation loss curves.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,22 +29,25 @@ OPTIONS = {
     "optim.lr": 1.2e-3,
     "optim.warmup": 0.05,
     "save.every": 0,
-    "eval.every": 160,
     "eval.tokens": 262_144,
     "eval.sample-tokens": 0,
     "log.every": 20,
 }
-VARIANTS = {"plain": "150m-plain-owt", "causal": "150m-r2-owt", "block": "150m-r2-paper-owt"}
+FORKS = {"model.merge": "residual"}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # recipe and options
+    "plain": ("150m-plain", {}),
+    "gate": ("150m-r2", {**FORKS, "model.budget": 1}),
+    "causal": ("150m-r2", FORKS),
+    "block": ("150m-r2", {**FORKS, "model.selection": "block"}),
+}
 
 
 def train(variant: str, data: Path, out: Path, *, steps: int, seed: int, lr: float | None) -> dict[str, Any]:
-    options = {**OPTIONS, "tokens": steps * 64 * 512, "seed": seed, "data.mixture": data, "out": out}
-    if lr is not None:
-        options["optim.lr"] = lr
-    if variant != "plain":
-        options["model.merge"] = "residual"
+    recipe, changes = VARIANTS[variant]
+    options = {**OPTIONS, **changes, "tokens": steps * 64 * 512, "eval.every": steps // 8, "seed": seed}
+    options |= {"data.mixture": data, "out": out} | ({} if lr is None else {"optim.lr": lr})
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "thoughtbubbles", "train", VARIANTS[variant], *words]
+    command = [sys.executable, "-m", "thoughtbubbles", "train", recipe, *words]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
@@ -55,6 +61,9 @@ def train(variant: str, data: Path, out: Path, *, steps: int, seed: int, lr: flo
         "steps": steps,
         "validation_loss": list(curve.values())[-1],
         "curve": curve,
+        "tokens_per_second": statistics.median(
+            line["tokens_per_second"] for line in lines if "tokens_per_second" in line
+        ),
         "streams_per_token": [round(fork["streams"], 3) for fork in forks[-1]] if forks else [],
     }
 
@@ -66,6 +75,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--lr", type=float)
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--runs", type=Path, help="keep the folders of the runs here")
     parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,7 +83,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds:
             for variant in args.variants:
-                out = Path(folder) / f"{variant}-{seed}"
+                out = (args.runs or Path(folder)) / f"{variant}-{seed}"
                 runs.append(train(variant, args.data, out, steps=args.steps, seed=seed, lr=args.lr))
                 print(json.dumps(runs[-1]), flush=True)
                 print(write_results("effect", device, {"runs": runs}, to=args.out))

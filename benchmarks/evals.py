@@ -1,9 +1,9 @@
-"""Benchmarks on a GPU: documents a second of each, for models with random weights (what they answer says nothing).
+"""Speed of the evaluation benchmarks on a GPU, in documents per second, for models with random weights.
 
 python benchmarks/evals.py --data-dir DIR     DIR: the files of `thoughtbubbles eval --data-dir`
 
-The command's own code runs, from opening the files to writing results.json. Before anything is timed, rows scored in
-batches are compared with rows scored alone, in float32.
+This runs the code of the command, from opening the files to writing results.json. Before anything is timed, rows scored
+in batches are compared with rows scored alone, in float32.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def check(model: Thoughtbubbles, data: Path) -> float:
     return max(abs(a.log_prob - b.log_prob) for a, b in zip(together, alone, strict=True))
 
 
-def sit(folder: Path, data: Path, tasks: tuple[str, ...], device: str, **more: Any) -> dict[str, Any]:
+def evaluate(folder: Path, data: Path, tasks: tuple[str, ...], device: str, **more: Any) -> dict[str, Any]:
     settings = Evaluation(checkpoint=folder, tasks=tasks, data_dir=data, dtype="bfloat16", fresh=True, **more)
     begun = time.perf_counter()
     found = run(settings, World(torch.device(device)))["tasks"]
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--models", nargs="+", default=["150m", "150m-plain", "150m-paper"])
-    parser.add_argument("--limit", type=int, help="documents of each benchmark at most")
+    parser.add_argument("--limit", type=int, help="maximum number of documents per benchmark")
     parser.add_argument("--answers-at-once", type=int, default=256)
     parser.add_argument("--out", type=Path, help="folder for the results; benchmarks/results by default")
     arguments = parser.parse_args()
@@ -75,10 +75,10 @@ def main() -> None:
             save_model(Path(folder), model, tokenizer=tokenizer("gpt2"))
             del model
             common: dict[str, Any] = {"limit": arguments.limit, "out": Path(folder) / "out"}
-            found["choices"] = sit(Path(folder), arguments.data_dir, CHOICES, arguments.device, **common)
-            if name != "150m-paper":  # block selection writes without a cache, which no bar is about
-                graphs = {"compile": arguments.device == "cuda", "answers_at_once": arguments.answers_at_once}
-                found["gsm8k"] = sit(Path(folder), arguments.data_dir, ("gsm8k",), arguments.device, **common, **graphs)
+            found["choices"] = evaluate(Path(folder), arguments.data_dir, CHOICES, arguments.device, **common)
+            if name != "150m-paper":  # block selection decodes without a cache, which is not measured here
+                more = {"compile": arguments.device == "cuda", "answers_at_once": arguments.answers_at_once, **common}
+                found["gsm8k"] = evaluate(Path(folder), arguments.data_dir, ("gsm8k",), arguments.device, **more)
         numbers["models"][name] = found
         path = write_results("evals", arguments.device, numbers, to=arguments.out)
     print(path.read_text())

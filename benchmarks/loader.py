@@ -1,10 +1,10 @@
-"""Tokens per second out of the loader, in one process, at 64 rows of 512 tokens: one source, and a mixture.
+"""Tokens per second of the loader, in one process, with 64 rows of 512 tokens: one source, and a mixture.
 
-    python benchmarks/loader.py                  all sizes, into benchmarks/results
-    python benchmarks/loader.py --batches 1000   more batches in every round
+    python benchmarks/loader.py                  all cases, into benchmarks/results
+    python benchmarks/loader.py --batches 1000   more batches per round
 
 Before timing, batches are compared with the tokens that were written: rows of text must be windows of it, every target
-the token after its id. The data lies in a temporary folder and in memory: this measures the loader, not a disk.
+the token after its id. The data is in a temporary folder and in memory: this measures the loader, not the disk.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def write_text(folder: Path, n_tokens: int, *, seed: int) -> np.ndarray:
 
 
 def write_examples(folder: Path, n_examples: int) -> None:
-    """From 2 to 700 tokens each; the second half is what counts."""
+    """From 2 to 700 tokens each; the second half counts in the loss."""
     writer = ShardWriter(folder, "train", kind="examples", shard_tokens=SHARD_TOKENS)
     sizes = 2 + random_tokens(n_examples, seed=3) % 699
     tokens = random_tokens(int(sizes.sum(dtype=np.int64)), seed=4)
@@ -53,7 +53,7 @@ def write_examples(folder: Path, n_examples: int) -> None:
 
 
 def check(loader: Loader, tokens: np.ndarray) -> None:
-    """`tokens` are those of source 0, whose first four tokens tell the window."""
+    """`tokens` are those of source 0; its first four tokens identify a window."""
     rows_per_epoch = loader.describe()[0].rows_per_epoch
     windows = {tuple(tokens[w * N_TOKENS : w * N_TOKENS + 4].tolist()): w for w in range(rows_per_epoch)}
     seen: list[int] = []
@@ -74,14 +74,14 @@ def check(loader: Loader, tokens: np.ndarray) -> None:
 
 
 def drain(batches: Iterable[Batch]) -> None:
-    """A training loop, too, keeps no more than a batch or two."""
+    """Like a training loop, keeps only a batch or two."""
     for _ in batches:
         pass
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=200, help="in a round")
+    parser.add_argument("--batches", type=int, default=200, help="per round")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
     args = parser.parse_args()

@@ -1,10 +1,10 @@
-"""The loss without logits memory against the dense form: peak memory and time, forward and backward.
+"""The chunked loss, which never stores all logits, against the dense form: peak memory and time of both passes.
 
     python benchmarks/loss.py                    4096 rows × width 256 × vocabulary 50304, float32 on the CPU
-    python benchmarks/loss.py --device cuda      the same in bfloat16 products on a GPU, larger sizes too
-    python benchmarks/loss.py --chunk-rows 256 1024    with other chunks than the default
+    python benchmarks/loss.py --device cuda      the same with bfloat16 products on a GPU, and a larger size
+    python benchmarks/loss.py --chunk-rows 256 1024    with other chunk sizes
 
-Loss and gradients of both forms are compared first, on the same inputs. `mixture` has bubbles of 1 to 8 rows per token.
+Loss and gradients of both forms are first compared on the same inputs. `mixture` has bubbles of 1 to 8 rows per token.
 """
 
 import argparse
@@ -25,7 +25,7 @@ MAX_BUBBLE = 8
 
 
 class Case:
-    """Random rows, either one a token or in bubbles, with the two ways to their loss."""
+    """Random rows, one per token or in bubbles, with the two ways to compute their loss."""
 
     def __init__(self, rows: int, width: int, vocabulary: int, *, bubbles: bool, device: str):
         generator = torch.Generator().manual_seed(0)
@@ -76,7 +76,7 @@ class Case:
         return self.hidden, self.weight, self.log_score
 
     def check(self) -> float:
-        """Largest relative error of loss and gradients between the two forms, at the size of a gradient's norm."""
+        """Largest relative error (by norm) of loss and gradients between the two forms."""
         ours, dense = self.step("ours"), self.step("dense")
         errors = [float((a - b).norm() / b.norm()) for a, b in zip(ours, dense, strict=False) if b.norm() > 0]
         bound = 2e-2 if self.device == "cuda" else 1e-4
@@ -115,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--chunk-rows", type=int, nargs="+", help="most rows in a chunk (default: the device's)")
+    parser.add_argument("--chunk-rows", type=int, nargs="+", help="maximum rows per chunk (default: the device's)")
     parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
     args = parser.parse_args()
     sizes = [(4096, 256, 50304)] + ([(32768, 768, 50304)] if args.device == "cuda" else [])

@@ -1,4 +1,4 @@
-"""What a GPU really keeps for the backward, beside what `thoughtbubbles inspect` predicts. Needs a CUDA device.
+"""GPU memory held for the backward, compared with the prediction of `thoughtbubbles inspect`. Needs a CUDA device.
 
 python benchmarks/memory.py
 """
@@ -29,11 +29,11 @@ def measure(name: str, changes: dict[str, Any], rows: int) -> dict[str, Any]:
     model = Thoughtbubbles(config).cuda()
     ids = torch.randint(config.vocab_size, (rows, config.block_size), device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
-        model(ids[:1], targets=ids[:1]).loss.backward()  # libraries set up their workspaces
+        model(ids[:1], targets=ids[:1]).loss.backward()  # libraries allocate their workspaces
     model.zero_grad()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    with torch.autocast("cuda", torch.bfloat16):  # anew: the bfloat16 copies of the weights count
+    with torch.autocast("cuda", torch.bfloat16):  # a new context: the bfloat16 copies of the weights count
         output = model(ids, targets=ids)
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("this benchmark measures a GPU's memory and finds none")
+        raise SystemExit("this benchmark measures GPU memory, but no GPU is available")
     found = []
     for case in CASES:
         row = measure(*case)

@@ -1,4 +1,4 @@
-"""Preparation of text against tiktoken alone: throughput for 1, 2, … processes, and memory.
+"""Data preparation compared with tiktoken alone: throughput for 1, 2, … processes, and memory.
 
     python benchmarks/prepare.py                          the source files of Python's standard library as documents
     python benchmarks/prepare.py --source texts.jsonl     records with a field "text", e.g. of a real corpus
@@ -6,10 +6,10 @@
 
 The throughput is that of the whole preparation: reading, JSON, tokens, hash, writing with checksums, and starting its
 processes. `ratio` compares it with N × tiktoken's encode_ordinary in one thread; `ratio_at_once` with N processes that
-do nothing but encode_ordinary at the same time, which is all that this machine, with its neighbours, has to give;
-`cpu_ratio` compares processor time. `main_cpu_share` is how busy the process that reads and writes keeps its core. All
-take turns, and the fastest of several runs of each counts, for neighbours can only slow a run down. That the shards
-hold exactly what tiktoken gives is checked first.
+run only encode_ordinary at the same time, the most that this machine can do under its current load; `cpu_ratio`
+compares CPU time. `main_cpu_share` is how busy the process that reads and writes keeps its core. Runs are interleaved,
+and the fastest of several counts, since other load can only slow a run down. The shards are first checked to contain
+exactly tiktoken's ids.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def texts_of(source: Path | None) -> list[str]:
 
 
 def prepare(lines: Path, out: Path, processes: int) -> dict[str, float]:
-    """In a process of its own, as a user runs it."""
+    """In a separate process, as a user runs it."""
     words = [sys.executable, "-c", PREPARE, str(lines), str(out), str(processes)]
     shown = subprocess.run(words, check=True, capture_output=True, text=True).stdout
     found: dict[str, float] = json.loads(shown.splitlines()[-1])
@@ -74,7 +74,7 @@ def prepare(lines: Path, out: Path, processes: int) -> dict[str, float]:
 
 
 def tiktoken_alone(lines: Path, processes: int) -> tuple[float, float]:
-    """Seconds, and processor seconds, of the slowest of as many processes that each encode everything at once."""
+    """Seconds, and CPU seconds, of the slowest of several processes that each encode everything at the same time."""
     words = [sys.executable, "-c", ALONE, str(lines)]
     started = [subprocess.Popen(words, stdin=PIPE, stdout=PIPE, text=True) for _ in range(processes)]
     for process in started:
@@ -89,7 +89,7 @@ def tiktoken_alone(lines: Path, processes: int) -> tuple[float, float]:
 
 
 def check(out: Path, texts: list[str], encoding: tiktoken.Encoding) -> int:
-    """The shards are tiktoken's ids with end-of-text after each document. Returns how many."""
+    """Checks that the shards are tiktoken's ids, with end-of-text after each document; returns their number."""
     found = np.concatenate([shard.tokens for shard in open_dataset(out, split="train").shards])
     begin = 0
     for text in texts:
@@ -106,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, help="a .jsonl file (default: the standard library's sources)")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--copies", type=int, default=1, help="of the text; more hide what starting processes takes")
+    parser.add_argument("--copies", type=int, default=1, help="of the text; more hide the time to start processes")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
     args = parser.parse_args()

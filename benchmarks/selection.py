@@ -1,10 +1,10 @@
-"""What causal selection costs: the rule alone at 2048 candidates a row, and inside the forward of a 150m model.
+"""The cost of causal selection: the rule alone at 2048 candidates per row, and inside the forward of a 150m model.
 
     python benchmarks/selection.py                      one row of 512 tokens, float32 on the CPU
     python benchmarks/selection.py --device cuda        64 rows, bfloat16 products, on a GPU; add --compile
 
 At r = 2 a row of 512 tokens has 1024, 2048 and 2048 candidates at its three fork layers. The survivors of the parallel
-rule are compared with a plain loop over tokens first.
+rule are first compared with those of a plain loop over tokens.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def candidates(rows: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 def loop(key: list[int], token: list[int]) -> list[bool]:
-    """The causal rule token by token, as it is written in the documentation."""
+    """The causal rule token by token, as in the documentation."""
     survives, kept = [False] * len(key), 0
     for t in range(TOKENS):
         cap = BUDGET * (t + 1)
@@ -51,7 +51,7 @@ def loop(key: list[int], token: list[int]) -> list[bool]:
 
 @torch.no_grad()
 def behaviour(model: Thoughtbubbles, ids: Tensor) -> dict[str, float]:
-    """How much of the budget the causal rule uses, and what bfloat16 products change (weights are random here)."""
+    """How much of the budget the causal rule uses, and what bfloat16 products change (with random weights)."""
     targets = ids.roll(-1, 1)
     exact = model(ids, targets=targets, trace=True)
     with torch.autocast(ids.device.type, torch.bfloat16):
@@ -102,7 +102,7 @@ def main() -> None:
 
     variants = {f"forward, {s}": forward(s) for s in rules} | {f"{s} rule alone": alone(s) for s in rules}
     time = {name: 1e3 * t for name, t in seconds(variants, device=device, repeats=args.repeats).items()}
-    # Three fork layers, of which the first has half as many candidates: counting all three as full is on the safe side.
+    # Three fork layers, of which the first has half as many candidates: counting all three as full overestimates.
     share = 3 * time["causal rule alone"] / (time["forward, causal"] - 3 * time["causal rule alone"])
     for name, milliseconds in time.items():
         print(f"{name:>20}: {milliseconds:9.3f} ms")

@@ -1,7 +1,7 @@
 """Writes the tables of the docs from the files in benchmarks/results, between the markers that name them.
 
 python benchmarks/table.py            rewrite the pages
-python benchmarks/table.py --check    exit 1 if a page is not what would be written
+python benchmarks/table.py --check    exit 1 if a page is not up to date
 """
 
 import json
@@ -72,7 +72,7 @@ def memory_table() -> str:
 
 def chunks_table() -> str:
     lines = [
-        "| rows × width × vocabulary | rows a chunk | extra peak | time / dense form: one row per token | mixture |",
+        "| rows × width × vocabulary | rows per chunk | extra peak | time / dense form: one row per token | mixture |",
         "| --- | --- | --- | --- | --- |",
     ]
     found = records("loss-chunks")
@@ -88,7 +88,7 @@ def chunks_table() -> str:
 
 def prepare_table() -> str:
     lines = [
-        "| machine | processes | throughput | ratio | ratio at once | of processor time | main process | "
+        "| machine | processes | throughput | ratio | concurrent ratio | CPU time ratio | main process | "
         "memory: main, each worker |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
@@ -97,7 +97,7 @@ def prepare_table() -> str:
         for case in record["cases"]:
             alone = case["processes"] == 1
             memory = case["main_peak_MB"]
-            main = "does it all" if alone else f"{case['main_cpu_share']:.0%} of a core"
+            main = "does everything" if alone else f"{case['main_cpu_share']:.0%} of a core"
             worker = "–" if alone else f"{case['worker_peak_MB']} MB"
             lines.append(
                 f"| {record['machine']} | {case['processes']} | {case['MB_per_second']:.1f} MB/s, "
@@ -121,10 +121,11 @@ def loader_table() -> str:
     return "\n".join([*lines, "", *(f"- {record['machine']}: {source(record)}" for record in found)])
 
 
-BARE_STEP = {  # the case of train_step.py that is a recipe's model
-    "150m-plain-owt": "150m-plain",
-    "150m-r2-owt": "150m-r2-causal-mixture",
-    "150m-r2-paper-owt": "150m-r2-block-mixture",
+BARE_STEP = {  # a case of train.py: the case of train_step.py with the same model
+    "150m-plain": "150m-plain",
+    "150m-r2": "150m-r2-causal-mixture",
+    "150m-r2-block": "150m-r2-block-mixture",
+    "150m-r2-owt": "150m-r2-causal-mixture",  # its name in earlier results
     "1.9b-plain": "1.9b-plain",
     "1.9b-r2": "1.9b-r2-causal-residual",
 }
@@ -132,8 +133,8 @@ BARE_STEP = {  # the case of train_step.py that is a recipe's model
 
 def train_table() -> str:
     lines = [
-        "| machine | at | recipe | rows × 512 tokens | tokens/s | of the bare step's | TFLOP/s | MFU | peak memory | "
-        "first step done after |",
+        "| machine | commit | recipe | rows × 512 tokens | tokens/s | of the bare step | TFLOP/s | MFU | peak memory | "
+        "time to first step |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     found = records("train")
@@ -147,7 +148,7 @@ def train_table() -> str:
         for case in record["cases"]:
             first = case.get("seconds_to_the_first_step")
             rate = bare.get((record["machine"], BARE_STEP.get(case["recipe"], "")))
-            # Earlier results have no first step: they are not of the code whose bare step was measured.
+            # Older results have no first step: they are from older code than the measured bare step.
             share = "–" if rate is None or first is None else f"{case['tokens_per_second'] / rate:.1%}"
             lines.append(
                 f"| {record['machine']} | {record['commit'][:7]} | `{case['recipe']}` | {case['rows']} | "
@@ -161,9 +162,9 @@ def train_table() -> str:
 def train_check(record: dict[str, Any]) -> str:
     if "resumed_has_the_same_bits" not in record:
         return ""
-    resumed = "the same bits" if record["resumed_has_the_same_bits"] else "close"
+    resumed = "bit-identical" if record["resumed_has_the_same_bits"] else "close"
     return (
-        f" Resumed against uninterrupted: {resumed}; FSDP2 on one rank against none: losses within "
+        f" Resumed against uninterrupted: {resumed}; FSDP2 on one rank against no FSDP2: losses within "
         f"{record['largest_loss_difference_fsdp2_on_one_rank']:.1e} over 8 steps."
     )
 
@@ -198,7 +199,7 @@ def decode_table() -> str:
             )
     lines += [
         "",
-        "| machine | rows | 1.9b | a step | steps: tokens/s | whole loop: tokens/s | share of bandwidth | cache |",
+        "| machine | rows | 1.9b | per step | steps: tokens/s | whole loop: tokens/s | share of bandwidth | cache |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for record in gpu:
@@ -223,7 +224,7 @@ def decode_table() -> str:
         facts.append(
             f"- {record['machine']}: {source(record)}. A step with bubbles over a plain one (rows): {ratios}. "
             f"Copy: {record['copy_bytes_per_second'] / 1e12:.2f} TB/s. Compilations after warm-up: {again}. Cache: "
-            f"{bubbles['cache']['predicted_bytes']:,} bytes predicted, {bubbles['cache']['counted_bytes']:,} found. "
+            f"{bubbles['cache']['predicted_bytes']:,} bytes predicted, {bubbles['cache']['counted_bytes']:,} measured. "
             f"In bfloat16, steps against the parallel forward over 64 tokens: "
             f"{gap['share_of_tokens_with_other_streams']:.1%} of the tokens have another number of streams, and the "
             f"mean loss differs by {abs(gap['mean_loss']):.1e} (random weights)."
@@ -240,7 +241,7 @@ def train_step_table() -> str:
         parts += [
             f"{record['machine']}; one large matrix product: {record['product_tflops']:.3g} TFLOP/s.",
             "",
-            "| case | rows × tokens | forward + backward | full step | tokens/s | TFLOP/s | of the product's | "
+            "| case | rows × tokens | forward + backward | full step | tokens/s | TFLOP/s | of product rate | "
             "peak memory | compilation | same bits twice |",
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
             *(train_step_row(case) for case in record["cases"]),
@@ -256,7 +257,7 @@ def train_step_table() -> str:
 
 
 def profile_table(record: dict[str, Any]) -> list[str]:
-    """Milliseconds of a full step by kind of kernel, one column a case."""
+    """Milliseconds of a full step by kind of kernel, one column per case."""
     cases = [case for case in record["cases"] if case.get("profile")]
     if not cases:
         return []
@@ -287,12 +288,12 @@ def train_step_row(case: dict[str, Any]) -> str:
 
 def train_step_facts(record: dict[str, Any]) -> list[str]:
     checks = [case["check"] for case in record["cases"] if "error" not in case]
-    facts = f"- {record['machine']}: {source(record)}, Triton {record['triton'] or 'not there'}."
+    facts = f"- {record['machine']}: {source(record)}, Triton {record['triton'] or 'not installed'}."
     if checks:
         loss, gradient, decisions = (max(check[name] for check in checks) for name in ("loss", "gradient", "decisions"))
         facts += (
-            f" Against the reference path in float32, at most: loss off by {loss:.1e}, the whole gradient by "
-            f"{gradient:.1e} (relative), {decisions:.2%} of the candidates decided otherwise."
+            f" Largest differences from the reference path in float32: loss {loss:.1e}, gradient {gradient:.1e} (both "
+            f"relative), {decisions:.2%} of the candidates decided differently."
         )
     images = DOCS.glob(f"figures/train_step-{slug(record['machine'])}.png")
     return [facts, *(f"\n![TFLOP/s and milliseconds of each case](../figures/{image.name})" for image in images)]
@@ -320,10 +321,10 @@ def evals_table() -> str:
     worst = max(found["largest_difference_in_float32"] for found in models.values())
     lines += [
         "",
-        f"- {source(record)}. Seconds are those of the whole command but for starting Python: reading and encoding the "
-        f"questions, compiling, writing results and figures. GSM8K: {record['answers_at_once']} answers at once, each "
-        f"as long as it may be, since random weights do not stop. Before timing: rows in batches against rows alone "
-        f"differ by at most {worst:.1e} nats in float32.",
+        f"- {source(record)}. Seconds are for the whole command except starting Python: reading and encoding the "
+        f"questions, compiling, writing results and figures. GSM8K: {record['answers_at_once']} answers per batch, "
+        f"each of maximum length, since random weights do not stop. Checked before timing: rows in batches and rows "
+        f"alone differ by at most {worst:.1e} nats in float32.",
     ]
     return "\n".join(lines)
 

@@ -1,9 +1,9 @@
-"""The training command end to end on a GPU: tokens per second, share of the chip's peak, memory, and the time to start.
+"""The training command end to end on a GPU: tokens per second, MFU, memory, and startup time.
 
 python benchmarks/train.py --data DIR       DIR: a folder made by `thoughtbubbles prepare` with the gpt2 tokenizer
 
-Every case is a run of a recipe, in a process of its own, with loader, logging, checkpoints and evaluation. Before
-anything is timed, a run that is stopped and resumed must log the losses of one that is not, bit for bit.
+Every case runs a recipe in a separate process, with loader, logging, checkpoints and evaluation. Before anything is
+timed, the losses of a resumed run are compared with those of an uninterrupted one.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import torch
 from common import write_results
 
 ROWS = {"150m": 64, "1.9b": 8}
-CASES = ["150m-plain-owt", "150m-r2-owt", "150m-r2-paper-owt", "1.9b-plain", "1.9b-r2"]
+CASES = ["150m-plain", "150m-r2", "150m-r2-block", "1.9b-plain", "1.9b-r2"]  # recipes, and one with block selection
 
 
 def train(
@@ -30,11 +30,12 @@ def train(
 ) -> tuple[float, float]:
     """Seconds of the whole command, and from its start to the end of its first step.
 
-    `end_after` kills it after so many steps: saving a large model's last checkpoint says nothing about its speed.
+    `end_after` kills it after this many steps: saving the last checkpoint of a large model is not part of its speed.
     """
     rows = ROWS[recipe.partition("-")[0]]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    command = [sys.executable, *launcher, "-m", "thoughtbubbles", "train", recipe, "--out", str(out)]
+    command = [sys.executable, *launcher, "-m", "thoughtbubbles", "train", recipe.removesuffix("-block")]
+    command += ["--out", str(out), *["--model.selection", "block"] * recipe.endswith("-block")]
     command += ["--data.mixture", str(data), "--tokens-per-step", str(rows * 512), "--tokens", str(steps * rows * 512)]
     command += ["--compute.micro-batch-size", str(rows), "--eval.tokens", "8192", "--eval.sample-tokens", "8", *more]
     begin, first = time.perf_counter(), 0.0
@@ -67,11 +68,11 @@ def losses(out: Path) -> list[float]:
 def check(data: Path, folder: Path) -> dict[str, Any]:
     """Resumed = uninterrupted on this device; one rank under torchrun (NCCL, FSDP2) = no torchrun."""
     more = ["--save.every", "4"]
-    train("150m-r2-owt", data, folder / "whole", steps=8, more=more)
+    train("150m-r2", data, folder / "whole", steps=8, more=more)
     shutil.copytree(folder / "whole", folder / "resumed")
     shutil.rmtree(folder / "resumed" / "step-00000008")
-    train("150m-r2-owt", data, folder / "resumed", steps=8, more=[*more, "--resume"])
-    train("150m-r2-owt", data, folder / "sharded", steps=8, more=more, ranks=1)
+    train("150m-r2", data, folder / "resumed", steps=8, more=[*more, "--resume"])
+    train("150m-r2", data, folder / "sharded", steps=8, more=more, ranks=1)
     whole, resumed, sharded = (losses(folder / name) for name in ("whole", "resumed", "sharded"))
     assert len(whole) == len(resumed) == len(sharded) == 8
     found = {
@@ -116,7 +117,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("this benchmark times a GPU and finds none")
+        raise SystemExit("this benchmark times a GPU, but none is available")
     with tempfile.TemporaryDirectory() as folder:
         checked = {} if args.no_check else check(args.data, Path(folder))
         print(checked)

@@ -1,10 +1,10 @@
-"""The training step on a GPU: milliseconds, TFLOP/s, memory, and whether two runs give the same bits.
+"""The training step on a GPU: milliseconds, TFLOP/s, memory, and whether two runs are bit-identical.
 
 python benchmarks/train_step.py                                        all cases: minutes
 python benchmarks/train_step.py --cases 150m-plain 150m-r2-causal-residual
 
-The measuring is that of `thoughtbubbles bench`, whose help says more; every case is checked against the reference path
-before it is timed. Here the numbers are kept, with the ratios that tell what forking costs: `bars`.
+Measures as `thoughtbubbles bench` (see its help): every case is checked against the reference path before it is timed.
+Writes the results, with ratios that show the cost of forking (`bars`).
 """
 
 import argparse
@@ -20,7 +20,7 @@ from thoughtbubbles.bench.measure import Failed, Measured, product_tflops, run_c
 from thoughtbubbles.bench.table import line, show
 from thoughtbubbles.train.config import ComputeConfig
 
-# What is said, the case above the line, the case below it, and the number that is compared.
+# Description, case in the numerator, case in the denominator, and the number that is compared.
 BARS = [
     ("time, mixture / residual merge", "150m-r2-causal-mixture", "150m-r2-causal-residual", "milliseconds"),
     ("time, causal / block selection", "150m-r2-causal-residual", "150m-r2-block-residual", "milliseconds"),
@@ -44,8 +44,8 @@ STEPS = ["1.9b-r2-causal-residual", "1.9b-plain", "150m-r2-causal-residual", "15
 
 
 def bars(found: list[Measured | Failed]) -> list[dict[str, Any]]:
-    """Ratios of forward + backward between two cases, then of the full step to forward + backward in one; those that
-    can be had."""
+    """Ratios of forward + backward between two cases, then of the full step to forward + backward in one, for the cases
+    that were measured."""
     cases = {case.name: case for case in found if isinstance(case, Measured)}
     ratios = [
         {
@@ -80,21 +80,21 @@ def triton_version() -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--cases", nargs="+", help="those of `thoughtbubbles bench --list`; all usual ones by default")
+    parser.add_argument("--cases", nargs="+", help="see `thoughtbubbles bench --list` (default: its defaults)")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--data", type=Path, help="a prepared folder; random tokens by default")
+    parser.add_argument("--data", type=Path, help="a prepared folder (default: random tokens)")
     parser.add_argument("--residual", choices=["float32", "bf16"], default="float32")
     parser.add_argument("--out", type=Path, help="folder for the results; benchmarks/results by default")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("this benchmark times a GPU and finds none; --device cpu runs it without")
+        raise SystemExit("this benchmark times a GPU, but none is available; use --device cpu to run without")
     cases = find_cases(arguments.cases or default_cases(arguments.device))
     device = torch.device(arguments.device)
     product = product_tflops(device)
     found: list[Measured | Failed] = []
 
     def keep(case: Measured | Failed) -> None:
-        """After every case: a run that is cut short has measured something all the same."""
+        """Writes the results after every case, so that an interrupted run loses nothing."""
         found.append(case)
         print(line(case), flush=True)
         numbers = {

@@ -1,4 +1,4 @@
-"""Shape annotations are checked at run time here, and only here; every test starts from the same seed."""
+"""Shape annotations are checked at run time in tests only; every test starts from the same seed."""
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -31,7 +31,7 @@ def _same_start() -> Iterator[None]:
 
 @pytest.fixture
 def no_shape_checks() -> Iterator[None]:
-    """For tests of our own errors: a user has no shape checks, which would speak up first here."""
+    """For tests of our own errors: users have no shape checks, which would raise first."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,4 +1,4 @@
-"""What several test files share: small models, the way to the oracle, and every tolerance."""
+"""Shared code of the tests: small models, calls of the oracle, and every tolerance."""
 
 import warnings
 from collections.abc import Iterator
@@ -21,18 +21,18 @@ ORACLE_OUTPUT = 1e-9  # float64, against the oracle
 ORACLE_GRADIENT = 1e-7  # float64, against the oracle
 SAME_ROW = 1e-10  # float64: a row alone and in a padded batch, a prefix alone and inside a longer row
 SAME_ROW_FLOAT32 = 1e-4
-EDGE_FLOAT32 = 1e-5  # how near to an edge of the rounding a log score must lie for noise to flip a decision
+EDGE_FLOAT32 = 1e-5  # how close to a rounding boundary a log score must be for noise to flip a decision
 SAME_FUNCTION = 1e-12  # float64: two ways to compute one formula
 SAME_FUNCTION_FLOAT32 = 2e-5  # also compiled against eager: code generation may reorder sums
 GOLDEN = 1e-6  # float64: losses written down on another machine
 SAME_TRAINING = 1e-6  # float64: losses and weights after a few steps on one rank and on several
-NARROW_TRAINING = 2e-3  # the same in float32 or with bfloat16 products
+LOW_PRECISION_TRAINING = 2e-3  # the same in float32 or with bfloat16 products
 BFLOAT16 = 1e-2  # relative error of a result with bfloat16 operands, against float64
-BFLOAT16_GRADIENT = 3e-2  # of a gradient that has gone through bfloat16 outputs too
+BFLOAT16_GRADIENT = 3e-2  # of a gradient that also went through bfloat16 outputs
 
 
 def scores_only(key_bias: Tensor | None = None, value_gate: Tensor | None = None, gate: Tensor | None = None) -> Layout:
-    """For attention paths, which get q and k rotated already."""
+    """For attention paths, which get q and k already rotated."""
     return Layout(rotary(torch.zeros(1, 1), 2), key_bias, value_gate, gate)
 
 
@@ -56,7 +56,7 @@ def small_config(**changes: Any) -> ModelConfig:
 def lively_model(
     config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any
 ) -> Thoughtbubbles:
-    """Weights far larger than the initial ones: scores spread, selection bites, and no error hides in smallness."""
+    """Weights much larger than the initial ones: scores spread, selection matters, and errors are easy to see."""
     torch.manual_seed(seed)
     model = Thoughtbubbles(config, **options).to(dtype)
     with torch.no_grad():
@@ -77,7 +77,7 @@ def random_ids(config: ModelConfig, rows: int, tokens: int, *, seed: int = 1) ->
 def ask_oracle(
     model: Thoughtbubbles, ids: Tensor, targets: Tensor | None = None, **settings: Any
 ) -> tuple[oracle.Result, dict[str, Tensor]]:
-    """Runs one row through the oracle; the second result are its own copies of the weights, which collect gradients."""
+    """Runs one row through the oracle; the second result is its copies of the weights, which collect gradients."""
     known = {field.name for field in fields(oracle.Settings)}
     chosen = {**{k: v for k, v in asdict(model.config).items() if k in known}, **settings}
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
@@ -86,11 +86,11 @@ def ask_oracle(
 
 
 def hangs_on_an_edge(ours: ForkRecord, theirs: ForkRecord, *, candidates: int, tolerance: float) -> bool:
-    """Whether two runs decided differently only because a log score lies on an edge of the rounding to 1/4096.
+    """Whether two runs decided differently only because a log score is at a boundary of the rounding to 1/4096.
 
-    Selection is discrete, so noise of the last bits can flip a decision there, and only there. The records are those of
-    the first fork layer that differs, `candidates` those that both runs have; what follows from a flipped decision is
-    not looked at.
+    Selection is discrete, so noise in the last bits can flip a decision there, and only there. The records are those of
+    the first fork layer that differs, `candidates` those that both runs have; the consequences of a flipped decision
+    are not checked.
     """
     a, b = ours.log_score[:, :candidates] * 4096, theirs.log_score[:, :candidates] * 4096
     flipped = a.round() != b.round()
@@ -122,7 +122,7 @@ def assert_same_decisions(output: Output, results: list[oracle.Result]) -> None:
 
 @contextmanager
 def no_waiting_for_the_gpu() -> Iterator[None]:
-    """Whatever makes the host wait for the device is an error inside."""
+    """Inside, everything that makes the host wait for the device raises an error."""
     try:
         with warnings.catch_warnings(action="ignore"):  # torch calls this mode a prototype
             torch.cuda.set_sync_debug_mode("error")

@@ -24,7 +24,7 @@ Key = tuple[bool, int, int]
 
 @dataclass
 class Settings:
-    """What a model is, apart from its weights. Values are trusted."""
+    """Definition of a model, without its weights. Values are not checked."""
 
     n_layer: int
     n_head: int
@@ -111,7 +111,7 @@ def positions(streams: list[Stream]) -> list[float]:
 
 
 def rope(x: Tensor, position: float) -> Tensor:
-    """Turn the pair (x_i, x_{i+H/2}) by position * base^(-2i/H)."""
+    """Rotate the pair (x_i, x_{i+H/2}) by position * base^(-2i/H)."""
     size, half = len(x), len(x) // 2
     turned: list[Tensor] = [x[0]] * size
     for i in range(half):
@@ -142,7 +142,7 @@ def select_block(keys: list[Key], n_tokens: int, settings: Settings) -> list[boo
 
 
 def select_causal(keys: list[Key], token: list[int], n_tokens: int, settings: Settings) -> list[bool]:
-    """Token by token: cap = floor(r (t+1)); who ranks below the cap passes; the best that still fit stay for good."""
+    """Token by token: cap = floor(r (t+1)); candidates ranked within the cap pass; the best that still fit are kept."""
     ratio = Fraction(str(settings.budget))
     selected = [False] * len(keys)
     alive = 0  # survivors among the tokens so far
@@ -165,7 +165,7 @@ def select_causal(keys: list[Key], token: list[int], n_tokens: int, settings: Se
 
 
 def own_scores(weights: Weights, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """[fork, keep] = max(log sigmoid(W LN(x) + b), -20), with b only where the weights have one."""
+    """[fork, keep] = max(log sigmoid(W LN(x) + b), -20), with b only if the weights have one."""
     z = weights[f"{name}.score.weight"] @ layer_norm(weights, f"{name}.norm", x)
     if f"{name}.score.bias" in weights:
         z = z + weights[f"{name}.score.bias"]

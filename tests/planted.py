@@ -1,11 +1,11 @@
-"""Small faults planted one at a time, to see whether the tests notice: a fault that survives is a test that is missing.
+"""Mutation testing with hand-written faults, one at a time: a fault that survives points to a missing test.
 
     .venv/bin/python tests/planted.py [--only TEXT] [--slow] [--out FILE]
 
-Every fault is a replacement in one file, made in a copy of the tree. The tests named beside it run there, first those
-of `make test`; with --slow, what survives is tried against the slow ones too. This is no part of the suite: it takes
-an hour or two. A fault whose line has changed since is reported as stale: write it anew, or take it out. The exit
-status is 1 unless every fault is caught.
+Every fault is a replacement in one file, made in a copy of the tree, where its tests are run: first those of
+`make test`; with --slow, survivors are also tried against the slow ones. This is not part of the suite: it takes an
+hour or two. A fault whose line has changed is reported as stale: rewrite or remove it. The exit code is 1 unless every
+fault is caught.
 """
 
 import argparse
@@ -56,7 +56,7 @@ FAULTS = [
     Fault("kernels/attention.py", "total = total * shrink + tl.sum(p, 1)", "total = total + tl.sum(p, 1)", ATTENTION),
     Fault("kernels/attention.py", "        db = db * weight\n", "", ATTENTION),
     Fault("kernels/attention.py", "/ tl.where(score > 0.0, score, 1.0)", "/ score", ATTENTION),
-    Fault("kernels/attention.py", "LEAST_APART = -40.0", "LEAST_APART = -4000.0", ATTENTION),
+    Fault("kernels/ops.py", "LEAST_APART = -40.0", "LEAST_APART = -4000.0", ATTENTION),
     Fault(
         "kernels/attention.py",
         "p = tl.where(m[None, :] >= n[:, None], p, 0.0)",
@@ -65,11 +65,11 @@ FAULTS = [
     ),
     Fault("kernels/norm.py", "r * (g - average - xhat * slope)", "r * (g - xhat * slope)", ATTENTION),
     Fault("kernels/norm.py", "tl.sum(centred * centred, 0) / D + eps", "tl.sum(centred * centred, 0) / D", ATTENTION),
-    Fault("kernels/norm.py", "                dshift += du\n", "                dshift += whole\n", ATTENTION),
+    Fault("kernels/norm.py", "dupdate_bias += du\n", "dupdate_bias += whole\n", ATTENTION),
     Fault(
-        "kernels/norm.py",
-        "needs_update = score is not None or not ctx.is_written",
-        "needs_update = score is not None",
+        "kernels/ops.py",
+        "needs_update = gate is not None or not ctx.has_sum",
+        "needs_update = gate is not None",
         ATTENTION,
     ),
     Fault(
@@ -129,15 +129,15 @@ FAULTS = [
         "train/parallel.py", "group.set_gradient_divide_factor(1.0)", "group.set_gradient_divide_factor(2.0)", PARALLEL
     ),
     Fault(
-        "train/parallel.py",
-        "return next(filter(None, troubles), None)",
-        "return troubles[0]",
+        "distributed.py",
+        "return next(filter(None, self.gather(error)), None)",
+        "return self.gather(error)[0]",
         "tests/train/test_state.py",
     ),
     Fault(
         "train/parallel.py",
-        "reduce_dtype=wide",
-        "reduce_dtype=narrow",
+        "reduce_dtype=reduce_dtype",
+        "reduce_dtype=param_dtype",
         f"{PARALLEL} tests/train/test_precision_copies.py",
     ),
     Fault(
@@ -178,7 +178,7 @@ FAULTS = [
         "train/step.py",
         "share.backward()",
         "out.loss.backward()",
-        "tests/train/test_passes.py tests/train/test_loop.py",
+        "tests/train/test_step.py tests/train/test_loop.py",
     ),
     Fault(
         "train/state.py",
@@ -247,7 +247,7 @@ FAULTS = [
         DECODE,
     ),
     Fault(
-        "model/fork.py",
+        "model/gradients.py",
         "centred = scale * weight - (scale * weight).mean(-1, keepdim=True)",
         "centred = scale * weight",
         FORK,
@@ -259,8 +259,8 @@ FAULTS = [
         "high = torch.zeros_like(bias)",
         "tests/model/test_attention.py tests/model/test_precision.py",
     ),
-    Fault("model/loss.py", "counts = (first >= 0) & (first < n_owned)", "counts = (first >= 0)", LOSS),
-    Fault("model/loss.py", ".sum().clamp(min=1).to(dtype)", ".sum().to(dtype)", LOSS),
+    Fault("model/chunked_loss.py", "counts = (first >= 0) & (first < n_owned)", "counts = (first >= 0)", LOSS),
+    Fault("model/chunked_loss.py", ".sum().clamp(min=1).to(dtype)", ".sum().to(dtype)", LOSS),
     Fault(
         "generate/sample.py",
         "ranked < least, -math.inf)",
@@ -321,7 +321,7 @@ FAULTS = [
         "file.read()",
         "tests/interop/test_authors_hostile.py",
     ),
-    Fault("data/records.py", "parts.pop()  # what", "break  # what", "tests/data"),
+    Fault("data/records.py", "        parts.pop()", "        break", "tests/data"),
 ]
 
 
@@ -330,7 +330,7 @@ def plant(fault: Fault, tree: Path) -> str | None:
     path = tree / PACKAGE / fault.file
     text = path.read_text()
     if text.count(fault.old) < 1:
-        return "stale: the line is not there any more"
+        return "stale: the line no longer exists"
     path.write_text(text.replace(fault.old, fault.new))
     return None
 
@@ -364,7 +364,7 @@ def copied_tree() -> Iterator[Path]:
 
 
 def fails_as_it_is(tests: str, marker: str) -> str | None:
-    """A test that fails without any fault would seem to catch them all."""
+    """The failing test if there is one without any fault: it would seem to catch every fault."""
     with copied_tree() as tree:
         failed, by = run_tests(tree, tests, marker)
     return by if failed else None
@@ -385,14 +385,14 @@ def examine(fault: Fault, *, slow: bool) -> dict[str, object]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="faults whose file or text has this in it")
-    parser.add_argument("--slow", action="store_true", help="try what survives against the slow tests too")
-    parser.add_argument("--processes", type=int, default=1, help="faults that are tried at the same time")
+    parser.add_argument("--only", default="", help="only faults whose file or text contains this")
+    parser.add_argument("--slow", action="store_true", help="also try survivors against the slow tests")
+    parser.add_argument("--processes", type=int, default=1, help="number of faults tried at the same time")
     parser.add_argument("--out", type=Path, help="write all outcomes as JSON")
     options = parser.parse_args(arguments)
     chosen = [fault for fault in FAULTS if options.only in fault.file + fault.old]
     if not chosen:
-        sys.exit(f"no fault has {options.only!r} in it")
+        sys.exit(f"no fault contains {options.only!r}")
     found: list[dict[str, object]] = []
     with ThreadPoolExecutor(options.processes) as pool:
         plain = [(tests, marker) for tests in {f.tests for f in chosen} for marker in MARKERS[: 1 + options.slow]]

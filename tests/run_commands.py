@@ -1,7 +1,7 @@
-"""Runs commands of ours, or pieces of Python, one after the other in one process: torch is imported once.
+"""Runs our commands, or pieces of Python, one after the other in one process, so that torch is imported once.
 
-A list of {"words": […]} or {"code": "…"} comes as JSON on standard input; the first that fails ends it with its own
-output, and its number on the last line.
+Reads a JSON list of {"words": […]} or {"code": "…"} from standard input; stops at the first that fails, with its output
+and its number on the last line.
 """
 
 import json
@@ -13,7 +13,7 @@ from thoughtbubbles.cli import main
 
 
 def run(task: dict[str, list[str] | str]) -> object:
-    """What it exits with."""
+    """The exit code."""
     try:
         if "code" in task:
             exec(compile(str(task["code"]), "<documentation>", "exec"), {"__name__": "__main__"})

@@ -1,4 +1,4 @@
-"""The model folder: what goes in comes out, any damage is named, and nothing is unpickled."""
+"""The model folder: what is saved is loaded, any damage is reported, and nothing is unpickled."""
 
 import ast
 import json
@@ -156,7 +156,7 @@ def test_weights_that_are_not_floating_point_are_refused(tmp_path, dtype, all_of
     weights = load_file(path)
     wrong = weights if all_of_them else {"blocks.1.mlp.up.weight"}
     save_file({name: w.to(dtype) if name in wrong else w for name, w in weights.items()}, path)
-    with pytest.raises(ValueError, match=rf"model\.safetensors.*has dtype {dtype}"):
+    with pytest.raises(ValueError, match=rf"model\.safetensors.*has the unsupported dtype {dtype}"):
         thoughtbubbles.load(tmp_path / "model")
 
 
@@ -190,7 +190,7 @@ def split_in_two(folder: Path, name_of_the_second: object) -> None:
     ],
 )
 def test_an_index_names_files_of_its_own_folder_only(tmp_path, name):
-    """Also where a file of that name lies beside it: who writes a folder into a name means another place."""
+    """Even if a file of that name exists in the folder: a path in a name points elsewhere."""
     model = lively_model(small_config(), dtype=torch.float32)
     save_model(tmp_path / "model", model)
     split_in_two(tmp_path / "model", name)
@@ -203,7 +203,7 @@ def test_an_index_names_files_of_its_own_folder_only(tmp_path, name):
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A run with two checkpoints and their manifests, as training leaves it."""
+    """A run with two checkpoints and their manifests, as written by training."""
     write_synthetic(tmp_path / "corpus", n_tokens=1000, seed=0)
     model = lively_model(small_config(vocab_size=257), dtype=torch.float32)
     for step in ("step-00000002", "step-00000010"):
@@ -267,9 +267,9 @@ def test_a_copy_under_another_name(run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_an_older_checkpoint_does_not_stand_in_for_the_newest(run, name):
+def test_an_older_checkpoint_does_not_replace_the_newest(run, name):
     (run / "step-00000010" / "model" / name).unlink()
-    with pytest.raises(ValueError, match=r"step-00000010, the newest checkpoint of the run, has no whole model"):
+    with pytest.raises(ValueError, match=r"step-00000010, the newest checkpoint of the run, has no complete model"):
         thoughtbubbles.load(run)
     thoughtbubbles.load(run / "step-00000002")
 
@@ -297,14 +297,14 @@ def name_outside(step: Path) -> None:
         (name_outside, "'../step-00000002/state.json', which is not inside the folder"),
     ],
 )
-def test_a_manifest_that_is_not_whole_is_damage(run, harm, message):
+def test_an_incomplete_manifest_is_damage(run, harm, message):
     harm(run / "step-00000010")
     with pytest.raises(ValueError, match=message) as refused:
         thoughtbubbles.load(run)
     assert "step-00000010" in str(refused.value)
 
 
-def test_what_is_written_beside_the_weights_is_no_damage(run):
+def test_other_files_next_to_the_weights_are_not_damage(run):
     (run / "step-00000010" / "model" / "README.md").write_text("mine")
     (run / "step-00000010" / "results").mkdir()
     (run / "step-00000010" / "state.json").write_text("changed: resume refuses it, the model is whole")
@@ -312,7 +312,7 @@ def test_what_is_written_beside_the_weights_is_no_damage(run):
 
 
 def test_nothing_is_ever_unpickled():
-    """No code of ours calls a function that would; distributed checkpoint is used with its safetensors reader only."""
+    """Our code calls no function that does; distributed checkpoint is used only with its safetensors reader."""
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.Import, ast.ImportFrom)):

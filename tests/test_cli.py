@@ -1,4 +1,4 @@
-"""The command line: answers at once, explains itself, and turns a user's mistake into one line."""
+"""The command line: starts fast, explains itself, and reports a user's mistake in one line."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def show(capsys) -> Callable[..., str]:
-    """What a command that goes well prints, in this process: torch is imported already."""
+    """The output of a successful command, in this process, where torch is already imported."""
 
     def call(*arguments: str) -> str:
         with suppress(SystemExit):
@@ -89,7 +89,7 @@ def test_inspect(show):
     assert "r = " not in show("inspect", "nano-plain")
 
 
-def test_inspect_tells_the_bytes_of_the_decoding_cache(show):
+def test_inspect_shows_the_bytes_of_the_kv_cache(show):
     shown = show("inspect", "nano", "--rows", "3", "--tokens", "20", "--budgets", "1.5", "--copies", "3")
     told = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) bytes", shown)]
     found = []
@@ -122,8 +122,8 @@ def test_inspect_tells_the_bytes_of_the_decoding_cache(show):
         (["train", "tiny-plane"], "no recipe is named 'tiny-plane': did you mean tiny-plain"),
         (["train", "tiny", "--optim.lr", "-1"], "--optim.lr -1.0: give a positive number"),
         (["train", "tiny", "--out", "/dev/null/run"], "/dev/null/run"),
-        (["train", "150m-r2-owt", "--out", "/tmp/never"], "data/openwebtext"),
-        (["train", "150m-r2-owt", "--dry-run"], "data/openwebtext"),
+        (["train", "150m-r2", "--out", "/tmp/never"], "data/openwebtext"),
+        (["train", "150m-r2", "--dry-run"], "data/openwebtext"),
         (["train", "tiny", "--dry-run", "--data.val", "nowhere"], "nowhere"),
         (["train", "tiny", "--dry-run", "--model.vocab-size", "100"], "--model.vocab-size 100 is too small"),
         (["train", "tiny", "--dry-run", "--init-from", "nowhere"], "nowhere does not exist"),
@@ -131,9 +131,9 @@ def test_inspect_tells_the_bytes_of_the_decoding_cache(show):
         (["train", "tiny", "--dry-run", "--out", "/dev/null"], "--out /dev/null is a file"),
         (["train", "tiny", "--out", "/dev/null"], "--out /dev/null"),
         (["train", "tiny", "--out", "x" * 5000], "File name too long"),
-        (["train", "tiny", "--tokens", "1.5"], "'1.5' is not one: give a whole number"),
-        (["train", "tiny", "--tokens", "nan"], "'nan' is not one"),
-        (["train", "tiny", "--tokens", "1e16"], "'1e16' is not one"),
+        (["train", "tiny", "--tokens", "1.5"], "'1.5': give a whole number"),
+        (["train", "tiny", "--tokens", "nan"], "'nan': give a whole number"),
+        (["train", "tiny", "--tokens", "1e16"], "'1e16': give a whole number"),
         (["train", "tiny", "--eval.tokens", "1e-3"], "'1e-3' is not one"),
         (["train", "tiny", "--tokens-per-step", "1e12"], "--tokens-per-step 1000000000000"),
         (["prepare", "nowhere.txt", "--out", "/tmp/never"], "nowhere.txt"),
@@ -182,7 +182,10 @@ def test_the_list_of_recipes(show):
     for expected in (
         "small-gpt2",
         "7,630,080",
-        "150m-r2-paper-pes2o",
+        "scaling suite, on OpenWebText",
+        "150m-r2",
+        "--model.selection block",
+        "--data.mixture data/pes2o",
         "1.9b-r2-midtrain",
         "1,915,955,200",
         "772m-extended-forking",
@@ -192,7 +195,7 @@ def test_the_list_of_recipes(show):
 
 
 def test_a_dry_run_checks_the_real_run_and_prints_the_resolved_config(show, tmp_path):
-    """At the real shape, on the real data: only the one step is small."""
+    """At full size, on the real data: only the one step is small."""
     out = tmp_path / "run"
     words = ["train", "1.9b-r2", "--dry-run", "--optim.lr", "3e-4", "--data.mixture", "synthetic", "--out", str(out)]
     shown = show(*words)

@@ -1,4 +1,4 @@
-"""Documentation that is true: commands run, names exist, links lead somewhere, figures and tables are up to date."""
+"""The documentation is right: commands run, names exist, links work, figures and tables are up to date."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ def name_of(page: Path) -> str:
 
 
 def some_slow(pages: list[Path]) -> list[Any]:
-    """README runs in the core suite, the other pages in the whole one."""
+    """README runs in the fast suite, the other pages in the full one."""
     marks = [[] if page.name == "README.md" else [pytest.mark.slow] for page in pages]
     return [pytest.param(page, id=name_of(page), marks=slow) for page, slow in zip(pages, marks, strict=True)]
 
@@ -41,7 +41,7 @@ def commands(page: Path) -> list[str]:
 
 
 def runnable(command: str) -> list[str]:
-    """What a test runs for a command: small where it would be long, dry where it needs more than a test has."""
+    """What a test runs for a command: a smaller one if it takes long, a dry run if it needs more than a test has."""
     words = shlex.split(command)
     if words[0] == "make":
         return [words[0], "--dry-run", *words[1:]]  # the targets run these tests
@@ -152,7 +152,7 @@ def test_the_figures_of_speed_are_drawn_from_what_was_measured():
 
 
 def test_the_figure_follows_our_rules():
-    """The drawing has no dependencies, so it selects by itself: its survivors must be ours."""
+    """The drawing script has no dependencies, so it implements selection itself: its survivors must be ours."""
     spec = importlib.util.spec_from_file_location("method_figure", ROOT / "docs" / "figures" / "method.py")
     figure = importlib.util.module_from_spec(spec)
     sys.modules["method_figure"] = figure  # its dataclass looks itself up there

@@ -1,4 +1,4 @@
-"""The ground floor: what is written is on the disk before it has its name; what cannot be read is one line."""
+"""File utilities: content is on disk before it gets its name; what cannot be read is a one-line error."""
 
 import json
 import os
@@ -55,12 +55,12 @@ def test_what_is_not_json(tmp_path, content, words):
 def test_what_is_not_an_object(tmp_path, content):
     (tmp_path / "a.json").write_text(content)
     assert read_json(tmp_path / "a.json") == json.loads(content)
-    with pytest.raises(ValueError, match=r"a\.json holds a JSON \w+ instead of an object: copy it again"):
+    with pytest.raises(ValueError, match=r"a\.json contains a JSON \w+ instead of an object: copy it again"):
         read_object(tmp_path / "a.json", remedy="copy it again")
 
 
 def odd_places(folder: Path) -> dict[str, Path]:
-    """What can lie where a file should; as root, for whom there are no permissions, too."""
+    """What can be in place of a file; without permissions, which do not apply to root."""
     (folder / "loop").symlink_to("loop")
     (folder / "dangling").symlink_to("nowhere")
     (folder / "folder").mkdir()
@@ -77,7 +77,7 @@ def odd_places(folder: Path) -> dict[str, Path]:
 
 
 def test_places_without_a_file_to_read(tmp_path):
-    """In particular nobody waits for the writer of a pipe."""
+    """In particular, a pipe does not block."""
     for words, path in odd_places(tmp_path).items():
         for read in (read_json, read_object):
             with pytest.raises(ValueError, match=rf"{words}.*: give another") as error:
@@ -97,27 +97,27 @@ def test_names_in_messages_are_short_and_of_one_line():
 
 def test_named_leaves_other_errors_alone(tmp_path):
     with (
-        pytest.raises(ValueError, match=r"^a cannot be used .No space left on device.: make room$"),
-        named("a", "make room"),
+        pytest.raises(ValueError, match=r"^a cannot be used .No space left on device.: free disk space$"),
+        named("a", "free disk space"),
     ):
         raise OSError(28, "No space left on device", "somewhere")
-    with pytest.raises(KeyError), named("a", "make room"):
+    with pytest.raises(KeyError), named("a", "free disk space"):
         raise KeyError("b")
 
 
-# --- writing: a loss of power at any moment leaves the old or the new, whole -----------------------
+# --- writing: a power failure at any moment leaves the complete old or new file --------------------
 
 
 class Flush(NamedTuple):
     path: Path
     is_folder: bool
     names: frozenset[str]
-    """What the folder of the test held at this moment."""
+    """The content of the test's folder at this moment."""
 
 
 @pytest.fixture
 def flushes(tmp_path, monkeypatch) -> list[Flush]:
-    """Every file and folder that the system is asked to bring to the disk, in order."""
+    """Every file and folder that is flushed to disk, in order."""
     seen: list[Flush] = []
     fsync = os.fsync
 
@@ -175,7 +175,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert read_json(tmp_path / "a.json") == {"a": 1}
 
 
-def test_a_lock_is_for_one_and_speaks_for_itself_alone(tmp_path):
+def test_a_lock_is_exclusive_and_reports_only_itself(tmp_path):
     with (
         locked(tmp_path, doing="filling"),
         pytest.raises(ValueError, match="another process is filling this folder"),
@@ -183,7 +183,7 @@ def test_a_lock_is_for_one_and_speaks_for_itself_alone(tmp_path):
     ):
         pytest.fail("a second one got the lock")
     with pytest.raises(BlockingIOError), locked(tmp_path, doing="filling"):
-        raise BlockingIOError(11, "Resource temporarily unavailable")  # of something else, inside
+        raise BlockingIOError(11, "Resource temporarily unavailable")  # from something else, inside
     with locked(tmp_path, doing="filling"):
         pass
 
@@ -242,7 +242,7 @@ def test_a_manifest_that_lacks_a_required_file(model):
 
 @pytest.mark.parametrize("name", ["../weights", "sub/../../weights", "/etc/passwd", "", "..", "a\0b", "sub/../weights"])
 def test_names_outside_the_folder(model, name):
-    """Even where such a file is there and fits."""
+    """Even if such a file exists and matches."""
     (model.parent / "weights").write_bytes(b"0123456789")
     manifest = read_object(model / "manifest.json")
     write_json(model / "manifest.json", {name: manifest["weights"], **manifest})

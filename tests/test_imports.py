@@ -1,4 +1,4 @@
-"""The order of the rooms: left never imports right, and the model room knows torch and jaxtyping alone."""
+"""The order of the packages: imports only go down the levels, and the model package needs only torch and jaxtyping."""
 
 import ast
 import sys
@@ -30,7 +30,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def imported(path: Path) -> set[str]:
-    """Full names of everything a file imports, inside functions too."""
+    """Full names of everything a file imports, including imports inside functions."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -48,9 +48,9 @@ def room(path: Path) -> str:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_left_never_imports_right(path):
     if path == PACKAGE / "__init__.py":
-        return  # the list of public names, loaded when asked for
+        return  # the list of public names, imported on first use
     here = room(path)
-    assert here in LEVEL, f"{path}: a new room needs its place in this table"
+    assert here in LEVEL, f"{path}: add the new package to this table"
     for name in imported(path):
         parts = name.split(".")
         if parts[0] == "thoughtbubbles" and len(parts) > 1 and parts[1] in LEVEL and parts[1] != here:
@@ -58,14 +58,14 @@ def test_left_never_imports_right(path):
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "model").rglob("*.py")), ids=lambda path: path.name)
-def test_the_model_room_stands_on_torch_alone(path):
+def test_the_model_package_imports_only_torch(path):
     allowed = {"torch", "jaxtyping", *sys.stdlib_module_names}
     outside = {name for name in imported(path) if name.split(".")[0] not in allowed}
     assert all(name.startswith(("thoughtbubbles.model", "thoughtbubbles.kernels")) for name in outside), outside
 
 
-def test_triton_is_imported_in_the_room_of_kernels_alone():
-    """And not by those of its files that models import."""
+def test_triton_is_imported_only_in_the_kernels_package():
+    """But not in those of its files that models import."""
     having = {path for path in FILES if any(name.split(".")[0] == "triton" for name in imported(path))}
     assert having
     assert {room(path) for path in having} == {"kernels"}

@@ -1,6 +1,6 @@
 """Thoughtbubbles: a transformer that learns to fork and delete residual streams.
 
-The public names are loaded on first use, so that `thoughtbubbles --help` answers without importing torch.
+The public names are imported on first use, so that `thoughtbubbles --help` does not import torch.
 """
 
 from importlib import import_module

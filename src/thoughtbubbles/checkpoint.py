@@ -1,11 +1,11 @@
-"""The one on-disk form of a model: a folder that any user opens, Hugging Face's tools included.
+"""Model folders, the on-disk format of a model, which Hugging Face's tools can also open.
 
     config.json           every field of ModelConfig, with `model_type` and `architectures`
-    model.safetensors     the weights by name; the output table is the embedding, so it is stored once. Hugging Face
-                          may have split it into several files, which an index beside them lists
-    tokenizer.json, …     the tokenizer beside them, where the model has one
+    model.safetensors     the weights by name; the output head is the embedding, so it is stored once. Hugging Face may
+                          have split it into several files, which are listed in an index
+    tokenizer.json, …     the tokenizer, if the model has one
 
-Nothing here is ever unpickled. Folders and files appear under their names only when they are whole.
+Nothing is ever unpickled. Folders and files get their names only when they are complete.
 """
 
 import re
@@ -37,12 +37,12 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = "model.safetensors.index.json"
-STATE = "state.json"  # of a checkpoint, besides its model (train/state.py)
+STATE = "state.json"  # of a checkpoint, next to its model (train/state.py)
 NUMBERED = re.compile(r"step-[0-9]{1,18}")
 READ = (".json", ".safetensors")  # files of these kinds are read
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 WANTED = "give a model folder, a checkpoint of a run, or a run's folder"
-DAMAGED = "it is damaged, take another checkpoint"
+DAMAGED = "it is damaged, use another checkpoint"
 
 
 def save_model(
@@ -52,15 +52,15 @@ def save_model(
     tokenizer: Tokenizer | None = None,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Writes a model folder; `dtype` converts the weights, e.g. to torch.bfloat16. An existing folder is replaced, but
-    for the evaluations in it: they tell of which weights they are."""
+    """Writes a model folder; `dtype` converts the weights, e.g. to torch.bfloat16. An existing folder is replaced,
+    except for the evaluations in it, which record the weights that they are for."""
     weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
     if dtype is not None:
         weights = {name: weight.to(dtype) for name, weight in weights.items()}
     folder = Path(folder)
     partial = partial_folder(folder)
     write_model(partial, model.config, weights, tokenizer=tokenizer)
-    if (folder / "eval").is_dir():  # as evals/results.py calls it; copied, so that a save that fails loses nothing
+    if (folder / "eval").is_dir():  # see evals/results.py; copied, so that a failed save loses nothing
         with named(folder / "eval", "move it away"):
             shutil.copytree(folder / "eval", partial / "eval")
     publish(partial, folder)
@@ -70,7 +70,7 @@ def save_model(
 def write_model(
     folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], *, tokenizer: Tokenizer | None
 ) -> None:
-    """The files of a model folder, into a folder that is not yet under its final name."""
+    """Writes the files of a model folder, into a folder that does not have its final name yet."""
     folder.mkdir(parents=True, exist_ok=True)
     dtype = next(iter(weights.values())).dtype
     described = {
@@ -89,14 +89,14 @@ def write_model(
 
 
 def ids_of(tokenizer: Tokenizer) -> dict[str, int]:
-    """What Hugging Face's `generate` must know: where a text ends, what fills a row, which ids mean something."""
+    """Config fields for Hugging Face's `generate`: end-of-text and padding ids, and the number of real ids."""
     end = tokenizer.end_of_text
     return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "n_ids": tokenizer.size}
 
 
 def load(folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Thoughtbubbles:
-    """Opens a model folder, a checkpoint (its model) or a whole run (its newest checkpoint's model), for evaluation:
-    call `.train()` on it before you train it."""
+    """Loads a model folder, a checkpoint (its model) or a run (the model of its newest checkpoint), in evaluation mode:
+    call `.train()` before training it."""
     folder = find_model(folder)
     check_manifest(folder)
     config = read_config(folder)
@@ -122,12 +122,12 @@ def find_model(path: str | Path) -> Path:
         for folder in (path, path / "model", *newest):
             if (folder / CONFIG).is_file() and any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
                 return folder
-        if newest:  # not an older one in its place: the numbers would be another model's
+        if newest:  # do not silently use an older checkpoint: it is another model
             raise ValueError(
-                f"{short_name(newest[0].parent)}, the newest checkpoint of the run, has no whole model: remove it, or "
-                "give the checkpoint that you want"
+                f"{short_name(newest[0].parent)}, the newest checkpoint of the run, has no complete model: delete it, "
+                "or give the checkpoint that you want"
             )
-        missing = f"has no {CONFIG} with {WEIGHTS}, and no checkpoint that has them"
+        missing = f"has no {CONFIG} with {WEIGHTS}, and no checkpoint with them"
         raise ValueError(f"{short_name(path)} {missing if path.exists() else 'does not exist'}: {WANTED}")
 
 
@@ -140,8 +140,8 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def check_manifest(folder: Path) -> None:
-    """Holds what is read of a model folder against the manifest beside it, if there is one."""
-    folder = folder.resolve()  # also where its own name is not in the path, as in `.`
+    """Checks the files of a model folder against the manifest next to it, if there is one."""
+    folder = folder.resolve()  # the path may not contain its name, as in `.`
     for home, prefix in ((folder, ""), (folder.parent, f"{folder.name}/")):
         is_checkpoint = bool(NUMBERED.fullmatch(home.name)) or (home / STATE).is_file()  # or a renamed copy of one
         if not (home / MANIFEST).is_file() or (prefix and not is_checkpoint):
@@ -149,18 +149,18 @@ def check_manifest(folder: Path) -> None:
         read = {prefix + path.name for path in folder.iterdir() if path.name.endswith(READ) and path.name != MANIFEST}
         if (wrong := damage(home, required=read, only=read | _listed(home, prefix))) is not None:
             raise ValueError(
-                f"{home} is damaged ({wrong}): take another checkpoint; if you changed it yourself, delete {MANIFEST}"
+                f"{home} is damaged ({wrong}): use another checkpoint; if you changed it yourself, delete {MANIFEST}"
             )
 
 
 def drop_manifest(folder: Path) -> None:
-    """After a model was written over the one that the manifest describes."""
+    """Removes the manifest of a model that was overwritten by another one."""
     if (folder / MANIFEST).is_file() and CONFIG in read_object(folder / MANIFEST):
         (folder / MANIFEST).unlink()
 
 
 def _listed(home: Path, prefix: str) -> set[str]:
-    """What the manifest says there should be, gone or not."""
+    """The files that the manifest lists, whether they exist or not."""
     names = read_object(home / MANIFEST, remedy=DAMAGED)
     return {
         name for name in names if name.startswith(prefix) and "/" not in name[len(prefix) :] and name.endswith(READ)
@@ -172,7 +172,7 @@ def read_config(folder: Path) -> ModelConfig:
     found = read_object(path, remedy=DAMAGED)
     if found.get("model_type") != "thoughtbubbles":
         kind = short_name(str(found.get("model_type")))
-        raise ValueError(f"{path} describes a model of type {kind!r}: only 'thoughtbubbles' can be opened here")
+        raise ValueError(f"{path} describes a model of type {kind!r}: only 'thoughtbubbles' is supported")
     known = {field.name for field in fields(ModelConfig)}
     described = {name: value for name, value in found.items() if name in known}
     if isinstance(layers := described.get("fork_layers"), list):  # JSON has lists only
@@ -190,7 +190,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (it has keys only)
                     if name in weights:
-                        raise ValueError(f"{path} has {name}, which another file has too: {DAMAGED}")
+                        raise ValueError(f"{path} has {name}, which is also in another file: {DAMAGED}")
                     weights[name] = file.get_tensor(name)
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({reason(error)}): {DAMAGED}") from None
@@ -212,13 +212,13 @@ def weight_files(folder: Path) -> list[Path]:
     files = [folder / name for name in sorted(set(places.values()))]
     for path in files:
         with named(path, DAMAGED):
-            if not path.is_file():  # a pipe would be waited for
+            if not path.is_file():  # opening a pipe would block
                 raise ValueError(f"{path} is missing, though {INDEX} lists it: {DAMAGED}")
     return files
 
 
 def check_weights(folder: Path, weights: Mapping[str, Tensor], config: ModelConfig) -> None:
-    """Before a model is built: one of a million layers would be built for ever."""
+    """Called before the model is built, since a config with a million layers would take forever."""
     layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
     wrong = f"it has {len(layers)} blocks, not {config.n_layer}" if len(layers) != config.n_layer else None
     if wrong is None:
@@ -231,9 +231,7 @@ def check_weights(folder: Path, weights: Mapping[str, Tensor], config: ModelConf
 def check_dtypes(folder: Path, weights: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
         if weight.dtype not in DTYPES:
-            raise ValueError(
-                f"{folder / WEIGHTS}: {name} has dtype {weight.dtype}, which weights cannot have: {DAMAGED}"
-            )
+            raise ValueError(f"{folder / WEIGHTS}: {name} has the unsupported dtype {weight.dtype}: {DAMAGED}")
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -242,7 +240,7 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def mismatches(expected: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]) -> str | None:
-    """What is missing, unknown or of another shape, in words; None if nothing is."""
+    """Missing and unknown weights and other shapes, in words; None if everything fits."""
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
     wrong += [f"{name} is not part of this model" for name in found.keys() - expected.keys()]

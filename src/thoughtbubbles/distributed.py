@@ -1,4 +1,4 @@
-"""Ranks and devices: who takes part in training or evaluation, and on what.
+"""Ranks and devices of training and evaluation.
 
 Under torchrun there is a process group, even for one rank; otherwise there is none.
 """
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Value = TypeVar("Value")
-PATIENCE = timedelta(hours=4)  # for what one rank does while the others wait: checksums of large data, a slow disk
+PATIENCE = timedelta(hours=4)  # for work of one rank while the others wait: checksums of large data, a slow disk
 DEVICES = ("cuda", "mps", "cpu")  # in the order in which `auto` looks for them
 
 
@@ -23,14 +23,14 @@ class World(NamedTuple):
     rank: int = 0
     size: int = 1
     is_distributed: bool = False
-    cpu_group: Any = None  # a process group of its own: checkpoints are written while training goes on
+    cpu_group: Any = None  # a separate process group: checkpoints are written while training continues
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def gather(self, value: Value) -> list[Value]:
-        """Every rank's value, on all of them, in the order of the ranks."""
+        """The values of all ranks, on every rank, in the order of the ranks."""
         if not self.is_distributed:
             return [value]
         found: list[Any] = [None] * self.size
@@ -38,11 +38,11 @@ class World(NamedTuple):
         return found
 
     def first_error(self, error: str | None) -> str | None:
-        """The first error that any rank has, so that all of them give up together; None if there is none."""
+        """The first error of any rank, on all of them, so that they give up together; None if there is none."""
         return next(filter(None, self.gather(error)), None)
 
     def first(self, work: Callable[[], Value]) -> Value:
-        """What `work` returns on the first rank, on all of them; a ValueError there is one everywhere."""
+        """Runs `work` on the first rank; its result, or its ValueError, reaches all ranks."""
         found: list[Any] = [None, None]
         if self.is_first:
             try:
@@ -67,25 +67,25 @@ class World(NamedTuple):
 
 
 def find_device(wanted: str, *, among: Collection[str] = DEVICES) -> str:
-    """The device that an option names; `auto` is the best one here. `among`: where not all will do."""
+    """The device that an option names; `auto` is the best available one. `among` restricts the choice."""
     found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     here = [name for name in DEVICES if found[name] and name in among]
     if wanted == "auto":
         return here[0]
     if wanted not in here:
-        raise ValueError(f"--device {wanted}: this machine has none that can be used here; it has: {', '.join(here)}")
+        raise ValueError(f"--device {wanted}: not available here; available: {', '.join(here)}")
     return wanted
 
 
 @contextmanager
 def joined(device: str = "auto") -> Iterator[World]:
-    """Joins the other ranks if torchrun started us, and leaves them at the end."""
+    """Joins the process group if started by torchrun, and leaves it at the end."""
     kind = find_device(device)
     if "RANK" not in os.environ:
         yield World(torch.device(kind))
         return
     if kind == "mps":
-        raise ValueError("--device mps: many ranks need cuda or cpu")
+        raise ValueError("--device mps: torchrun needs cuda or cpu")
     own = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else 0)
     if kind == "cuda":
         torch.cuda.set_device(own)

@@ -1,7 +1,7 @@
-"""The ground floor: files that are whole or not there, and readers whose every error is one line that names the file.
+"""File utilities: atomic writes, and readers that raise one-line errors naming the file.
 
-Everything is written beside its place, flushed to the disk and renamed. A manifest holds size and CRC-32 of files, so
-that damage is found before it is used. Whatever is wrong with a file is a ValueError.
+Everything is written under a temporary name, flushed to disk and renamed. A manifest holds size and CRC-32 of files, so
+that damage is found before it is used. Anything wrong with a file raises ValueError.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 MANIFEST = "manifest.json"
-CHUNK_BYTES = 1 << 24  # of one checksum call
+CHUNK_BYTES = 1 << 24  # per checksum call
 
 
 # Reading
@@ -23,7 +23,7 @@ CHUNK_BYTES = 1 << 24  # of one checksum call
 
 @contextmanager
 def named(path: Path | str, remedy: str) -> Iterator[None]:
-    """What the system says against a file or folder becomes one line that names it: permissions, names too long …"""
+    """Turns OSErrors (permissions, names too long, …) into a one-line ValueError that names the file or folder."""
     try:
         yield
     except OSError as error:
@@ -31,34 +31,34 @@ def named(path: Path | str, remedy: str) -> Iterator[None]:
 
 
 def reason(error: OSError) -> str:
-    """Without the number and the name, which stand elsewhere in the line."""
+    """The error message without number and file name, which the caller adds."""
     return error.strerror or str(error) or type(error).__name__
 
 
 def short_name(path: Path | str) -> str:
-    """For a message of one line: a name may have a thousand characters, and a newline among them."""
+    """For a one-line message: a name may have a thousand characters, including newlines."""
     text = str(path)
     text = text if len(text) <= 300 else f"{text[:150]}…{text[-100:]}"
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def read_bytes(path: Path, *, remedy: str) -> bytes:
-    """All of a regular file: one that waits for a writer, as a pipe does, is refused."""
+    """The content of a regular file; raises ValueError for anything else, such as a pipe, which would block."""
     with named(path, remedy):
         if path.exists() and not path.is_file():
             raise ValueError(f"{short_name(path)} is not a file: {remedy}")
         return path.read_bytes()
 
 
-def read_json(path: Path, *, remedy: str = "it is damaged, take another") -> Any:
+def read_json(path: Path, *, remedy: str = "it is damaged, use another copy") -> Any:
     return parse_json(read_bytes(path, remedy=remedy), where=short_name(path), remedy=remedy)
 
 
-def read_object(path: Path, *, remedy: str = "it is damaged, take another") -> dict[str, Any]:
-    """A JSON file that holds an object."""
+def read_object(path: Path, *, remedy: str = "it is damaged, use another copy") -> dict[str, Any]:
+    """A JSON file that contains an object."""
     found = read_json(path, remedy=remedy)
     if not isinstance(found, dict):
-        raise ValueError(f"{short_name(path)} holds a JSON {type(found).__name__} instead of an object: {remedy}")
+        raise ValueError(f"{short_name(path)} contains a JSON {type(found).__name__} instead of an object: {remedy}")
     return found
 
 
@@ -70,7 +70,7 @@ def parse_json(text: str | bytes, *, where: str, remedy: str) -> Any:
         raise ValueError(f"{where}: not JSON ({error.msg} at {place}): {remedy}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{where}: not JSON (it is not UTF-8): {remedy}") from None
-    except ValueError:  # Python reads no number of more than some thousand digits
+    except ValueError:  # Python does not parse integers of more than a few thousand digits
         raise ValueError(f"{where}: a number has too many digits: {remedy}") from None
     except RecursionError:
         raise ValueError(f"{where}: the JSON is nested too deeply: {remedy}") from None
@@ -80,7 +80,7 @@ def parse_json(text: str | bytes, *, where: str, remedy: str) -> Any:
 
 
 def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """The name appears with the whole content, on the disk, or not at all."""
+    """The file appears with its full content on disk, or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         for part in parts:
@@ -88,7 +88,7 @@ def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    flush(path.parent)  # the new name, too, has to survive a loss of power
+    flush(path.parent)  # the new name must survive a power failure too
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -96,13 +96,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def check_folder(folder: Path, *, option: str) -> Path:
-    """Where a folder is to be written, links followed: looked at before any work is done for it."""
+    """Checks that a folder can be written, before any work is done for it; returns it with links resolved."""
     shown, remedy = f"{option} {short_name(folder)}", "give a folder that can be written"
     with named(shown, remedy):
         try:
             folder = folder.resolve()
-        except RuntimeError:  # what Python before 3.13 says of a link that leads to itself
-            raise ValueError(f"{shown} cannot be used (a link leads to itself): {remedy}") from None
+        except RuntimeError:  # a looping link, before Python 3.13
+            raise ValueError(f"{shown} cannot be used (a link points to itself): {remedy}") from None
         there = next(place for place in (folder, *folder.parents) if place.exists())
         if not there.is_dir():
             raise ValueError(f"{shown} is a file: {remedy}" if there == folder else f"{there} is a file: {remedy}")
@@ -112,7 +112,7 @@ def check_folder(folder: Path, *, option: str) -> Path:
 
 
 def partial_folder(folder: Path) -> Path:
-    """An empty folder beside `folder` to write into; what an earlier attempt left there is removed."""
+    """An empty folder next to `folder` to write into; leftovers of an earlier attempt are removed."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -120,7 +120,7 @@ def partial_folder(folder: Path) -> Path:
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Gives a folder that is written its name; one that had it is replaced."""
+    """Renames a completely written folder to its final name, replacing an existing one."""
     for path in [*partial.rglob("*"), partial]:
         flush(path)
     if folder.exists():
@@ -135,7 +135,7 @@ def publish(partial: Path, folder: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """A file's content, or a folder's names, to the disk."""
+    """Flushes the content of a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -145,7 +145,7 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, *, doing: str) -> Iterator[None]:
-    """The system gives the lock back when the process ends, however it ends."""
+    """The system releases the lock when the process ends, however it ends."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -170,10 +170,10 @@ def write_manifest(folder: Path) -> None:
 
 
 def damage(folder: Path, *, required: Collection[str] = (), only: Collection[str] | None = None) -> str | None:
-    """What is wrong with a folder that has a manifest, in words; None if nothing is.
+    """What is wrong with a folder that has a manifest, in words; None if it is undamaged.
 
-    The manifest must list what is `required`. With `only`, no other files are looked at: who changes the README beside
-    the weights has not damaged them.
+    The manifest must list the `required` files. With `only`, other files are not checked: an edited README next to the
+    weights is not damage.
     """
     try:
         manifest = read_object(folder / MANIFEST)
@@ -181,7 +181,7 @@ def damage(folder: Path, *, required: Collection[str] = (), only: Collection[str
             if not _is_inside(name):
                 return f"{MANIFEST} lists {short_name(name)!r}, which is not inside the folder"
             if not (isinstance(expected, dict) and all(type(expected.get(what)) is int for what in ("bytes", "crc32"))):
-                return f"{MANIFEST} does not tell size and checksum of {short_name(name)}"
+                return f"{MANIFEST} has no size and checksum of {short_name(name)}"
         if unlisted := sorted(name for name in required if name not in manifest):
             return f"{MANIFEST} does not list {short_name(unlisted[0])}"
         for name, expected in manifest.items():

@@ -1,4 +1,4 @@
-"""Where numbers come from: the command, the versions, the commit and the machine that made them."""
+"""Provenance of results: the command, the versions, the commit and the machine that produced them."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ from thoughtbubbles import __version__
 
 
 def provenance() -> dict[str, Any]:
-    """For a JSON file of results."""
+    """As a JSON-serializable dictionary."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="microseconds"),
         "command": sys.argv,
@@ -27,11 +27,11 @@ def provenance() -> dict[str, Any]:
 
 @cache
 def commit() -> str | None:
-    """Of the code that runs; where it has come without its history, the environment's THOUGHTBUBBLES_COMMIT."""
+    """Git commit of the running code, or the environment variable THOUGHTBUBBLES_COMMIT if it is set."""
     if told := os.environ.get("THOUGHTBUBBLES_COMMIT"):
         return told
     home = Path(__file__).parents[2]
-    if not (home / ".git").exists():  # installed from a wheel: whatever repository it lies in is another one
+    if not (home / ".git").exists():  # installed from a wheel: a repository around it is not ours
         return None
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
@@ -41,7 +41,7 @@ def commit() -> str | None:
 
 
 def device_name(device: str | torch.device) -> str:
-    """The GPU, or the processor's kind with its threads."""
+    """The name of the GPU, or the CPU's architecture and its threads."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

@@ -1,4 +1,4 @@
-"""The benchmark of the training step: it measures the real thing, and refuses to time what is wrong."""
+"""The benchmark of the training step: it measures real steps, and does not time wrong results."""
 
 import json
 import math
@@ -88,7 +88,7 @@ def test_the_check_catches_other_weights(name, amount, complaint):
 
 
 def test_the_check_catches_other_decisions():
-    """Survivors that do not follow from the scores: the gradient, given them, is right; the decisions are not."""
+    """Survivors that do not follow from the scores: given them, the gradient is right; the decisions are not."""
     ready, batch = prepared("nano-r2-block-residual")
     causal = make_ready(find_cases(["nano-r2-causal-residual"])[0].config, CPU, ComputeConfig())
     causal.model.load_state_dict(ready.model.state_dict())
@@ -99,7 +99,7 @@ def test_the_check_catches_other_decisions():
 
 
 def test_the_check_catches_a_gradient_that_is_missing():
-    """Too small to be seen in the whole gradient."""
+    """Too small to show in the global gradient error."""
     ready, batch = prepared("nano-r2-causal-residual")
     name, parameter = "forks.3.score.weight", ready.model.get_parameter("forks.3.score.weight")
     reference = reference_of(ready.model)
@@ -151,7 +151,7 @@ def test_names():
         assert set(default_cases(device, quick=True)) < set(default_cases(device))
 
 
-def test_an_unknown_case_is_told_its_neighbours():
+def test_an_unknown_case_suggests_similar_names():
     with pytest.raises(ValueError, match=r"'nano-r2-casual-mixture': did you mean nano-r2-causal-mixture .* copy-3"):
         find_cases(["nano-plain", "nano-r2-casual-mixture"])
 
@@ -212,14 +212,14 @@ def test_the_benchmark_writes_its_numbers_and_ratios(tmp_path, monkeypatch, caps
     record = json.loads(path.read_text())
     assert record["benchmark"] == "train_step"
     plain, copies = (case["forward_backward"]["milliseconds"] for case in record["cases"])
-    time, step = record["bars"]  # and no word of cases that were not measured
+    time, step = record["bars"]  # nothing about cases that were not measured
     assert time["ratio"] == pytest.approx(copies / plain)
     assert step["ratio"] == pytest.approx(record["cases"][0]["step"]["milliseconds"] / plain)
     assert record["product_tflops"] > 0
     assert "nano-copy-3: forward and backward" in capsys.readouterr().out
 
 
-def test_bars_name_cases_that_there_are(monkeypatch):
+def test_bars_name_existing_cases(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import train_step
 

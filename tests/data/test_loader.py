@@ -1,4 +1,4 @@
-"""Batches: pure in (seed, n), without replacement within an epoch, exact shares, and every validation target once."""
+"""Batches: pure functions of (seed, n), no repetition within an epoch, exact shares, every validation target once."""
 
 from collections import Counter
 from math import ceil
@@ -24,11 +24,11 @@ from thoughtbubbles.data.shards import Index, ShardWriter, write_index
 from thoughtbubbles.data.shuffle import key_of, mix64, permute
 from thoughtbubbles.data.tokenizer import tokenizer
 
-END = 50_256  # end-of-text of gpt2; ordinary tokens below it are their own places in the text
+END = 50_256  # end-of-text of gpt2; ordinary tokens below it are their own positions in the text
 
 
 def text_folder(folder: Path, n_tokens: int, *, shard_tokens: int = 1 << 20, name: str = "gpt2") -> Path:
-    """Token i is i, in both splits: a window tells where it comes from."""
+    """Token i is i, in both splits: a window shows its position."""
     finished = {}
     for split in ("train", "val"):
         writer = ShardWriter(folder, split, kind="text", shard_tokens=shard_tokens)
@@ -148,7 +148,7 @@ def test_every_item_is_as_likely_in_every_place(n):
     shard_tokens=st.integers(20, 200),
     seed=st.integers(0, 2**32),
 )
-def test_every_window_exactly_once_an_epoch(tmp_path_factory, windows, tail, n_tokens, rows, shard_tokens, seed):
+def test_every_window_exactly_once_per_epoch(tmp_path_factory, windows, tail, n_tokens, rows, shard_tokens, seed):
     size = windows * n_tokens + 1 + min(tail, n_tokens - 1)
     folder = text_folder(tmp_path_factory.mktemp("text"), size, shard_tokens=shard_tokens)
     loader = Loader([Source(folder)], rows=rows, n_tokens=n_tokens, seed=seed)
@@ -274,11 +274,11 @@ def test_examples_by_hand(tmp_path):
     examples = [
         ([1, 2, 3], [0, 0, 1]),
         ([4, 5, 6, 7, 8], [1, 0, 1, 0, 1]),  # exactly T + 1; a first token is never a target
-        ([11, 12, 13, 14, 15, 16, 17], [0, 1, 1, 0, 0, 1, 1]),  # cut to T + 1
+        ([11, 12, 13, 14, 15, 16, 17], [0, 1, 1, 0, 0, 1, 1]),  # truncated to T + 1
         ([21, 22], [0, 1]),
         ([31, 32, 33], [1, 0, 0]),  # only the first counts: excluded
         ([41], [1]),  # no target: excluded
-        ([51, 52, 53, 54, 55, 56], [0, 0, 0, 0, 0, 1]),  # cut before what counts: excluded
+        ([51, 52, 53, 54, 55, 56], [0, 0, 0, 0, 0, 1]),  # truncated before the targets: excluded
         ([61, 62], [0, 0]),  # excluded
     ]
     x, e = IGNORED, END
@@ -299,10 +299,10 @@ def test_examples_by_hand(tmp_path):
 
 @pytest.mark.parametrize("n", [3, 4, 5, 8, 9, 11])
 def test_examples_are_counted_over_the_edges_of_parts(n, tmp_path, monkeypatch):
-    """Examples are gone through some at a time: at the edges none is lost, and none is counted twice."""
+    """Examples are scanned in parts: at their boundaries none is lost or counted twice."""
     monkeypatch.setattr(loader_module, "PART_EXAMPLES", 4)
     examples = numbered_examples(n)
-    examples[-2] = ([n - 2, 100], [1, 0])  # without a target; the edge lies before it or behind it
+    examples[-2] = ([n - 2, 100], [1, 0])  # without a target; the boundary is before or after it
     validation = ValidationSet([Source(example_folder(tmp_path, examples))], n_tokens=5, rows=n)
     (batch,) = validation
     expected = [i for i in range(n) if i != n - 2]
@@ -312,12 +312,12 @@ def test_examples_are_counted_over_the_edges_of_parts(n, tmp_path, monkeypatch):
     assert validation.n_excluded == 1
 
 
-def test_a_folder_whose_examples_teach_nothing_is_refused(tmp_path):
+def test_a_folder_without_targets_is_refused(tmp_path):
     folder = example_folder(tmp_path, [([1, 2, 3], [1, 0, 0])])
     with pytest.raises(ValueError, match=r"no row for n_tokens = 4"):
         Loader([Source(folder)], rows=1, n_tokens=4, seed=0)
     one = ShardWriter(tmp_path / "empty", "train", kind="examples", shard_tokens=10)
-    one._finish_shard()  # what a damaged or foreign tool can write: a shard without an example
+    one._finish_shard()  # another tool could write this: a shard without an example
     write_index(tmp_path / "empty", Index("examples", "gpt2", END, END + 1, {"train": one.finished}))
     with pytest.raises(ValueError, match=r"empty has no row for n_tokens = 4"):
         Loader([Source(tmp_path / "empty")], rows=1, n_tokens=4, seed=0)
@@ -431,7 +431,7 @@ def test_sources_share_a_tokenizer(tmp_path):
         Loader(sources, rows=2, n_tokens=4, seed=0)
 
 
-def test_ids_are_held_against_the_vocabulary(tmp_path):
+def test_ids_are_checked_against_the_vocabulary(tmp_path):
     loader = Loader([Source(text_folder(tmp_path, 20))], rows=2, n_tokens=4, seed=0)
     loader.check_vocab(END + 1)
     with pytest.raises(ValueError, match=rf"vocab_size = {END} is too small.*give the model {END + 1} or more"):

@@ -1,4 +1,4 @@
-"""Preparation: the same bytes for any number of processes and after any interruption, a clear word for every fault."""
+"""Preparation: the same bytes for any number of processes and after any interruption, clear messages for errors."""
 
 import json
 import lzma
@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
 
 def command(source, out, *, chunk_bytes=1 << 20, before="", **options):
-    """A process of its own, to be killed."""
+    """In a separate process, to be killed."""
     options = ", ".join(f"{name}={value!r}" for name, value in options.items())
     code = RUN.format(source=str(source), out=str(out), options=options, chunk_bytes=chunk_bytes, before=before)
     return [sys.executable, "-c", code]
@@ -70,7 +70,7 @@ def corpus(tmp_path_factory):
     return write_lines(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", [{"text": text} for text in texts])
 
 
-CORPUS_OPTIONS = {"shard_tokens": 150_000, "validation_loss": 0.01}
+CORPUS_OPTIONS = {"shard_tokens": 150_000, "val_fraction": 0.01}
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_text(tmp_path, capsys):
     assert [shard.n_tokens for shard in index.splits["train"][:-1]] == [50_000] * (len(index.splits["train"]) - 1)
 
     train, val = documents(out, "train"), documents(out, "val")
-    assert not set(train) & set(val)  # a duplicate is on its twin's side
+    assert not set(train) & set(val)  # duplicates are in the same split
     held = set(val)
     assert train == [text for text in texts if text not in held]
     assert val == [text for text in texts if text in held]
@@ -107,7 +107,7 @@ def test_text(tmp_path, capsys):
 
     shown = capsys.readouterr().out
     assert f"train{len(train):>21,}{sum(map(len, train)) + len(train):>18,}" in shown
-    assert "1 records were left out: there was nothing to learn in them" in shown
+    assert "1 records were skipped: they contain nothing to learn" in shown
     assert f"next: thoughtbubbles train tiny --data.mixture {out}" in shown
 
 
@@ -129,8 +129,8 @@ def test_examples(tmp_path):
     assert sorted(said) == list(range(300))
 
 
-@pytest.mark.parametrize("validation_loss", [1e-9, 0.999999])
-def test_both_sides_have_a_document(val_fraction, tmp_path):
+@pytest.mark.parametrize("val_fraction", [1e-9, 0.999999])
+def test_both_splits_have_a_document(val_fraction, tmp_path):
     for name, texts, expected in [
         ("two", ["a", "a", "b", "a", "b"], {"train": 3, "val": 2}),
         ("one", ["a", "a"], {"train": 2, "val": 0}),
@@ -145,7 +145,7 @@ def test_no_validation_on_demand(tmp_path, capsys):
     index = prepare((str(source),), out=tmp_path / "out", tokenizer="bytes", processes=1, val_fraction=0.0)
     assert index.notes["documents"] == {"train": 50, "val": 0}
     shown = capsys.readouterr().out
-    assert "there is no split val, so training will have no validation loss; for one, give --val" in shown
+    assert "there is no split val, so training will have no validation loss; to get one, give --val" in shown
     assert f"next: thoughtbubbles train tiny --data.mixture {tmp_path / 'out'}\n" in shown
 
 
@@ -174,11 +174,11 @@ def test_limit(tmp_path):
         prepare((str(source),), out=tmp_path / "more", tokenizer="bytes", processes=1, limit=101)
 
 
-# --- a validation set of one's own ----------------------------------------------------------------
+# --- a given validation set -----------------------------------------------------------------------
 
 
 def test_a_validation_set_as_it_is(tmp_path, capsys):
-    """Every document of it, duplicates too and in order, and nothing of the other sources."""
+    """All its documents, including duplicates and in order, and nothing of the other sources."""
     texts, own = random_texts(60), random_texts(9, seed=1)
     own += own[:2]
     train = write_lines(tmp_path / "train.jsonl", [{"text": text} for text in [*texts, *texts[:5]]])
@@ -194,7 +194,7 @@ def test_a_validation_set_as_it_is(tmp_path, capsys):
     assert documents(out, "val") == [*own, "the last"]
     assert index.notes["documents"] == {"train": 65, "val": 12}
     assert index.notes["settings"]["val"] == list(val)
-    assert index.notes["settings"]["validation_loss"] == 0
+    assert index.notes["settings"]["val_fraction"] == 0
     assert "val is very small (fewer than 10,000 tokens)" in capsys.readouterr().out
 
     assert prepare((str(train),), out=out, val=val, **options) == index
@@ -232,7 +232,7 @@ def test_a_validation_set_of_examples(tmp_path):
     index = prepare((str(train),), out=tmp_path / "out", val=(str(val),), tokenizer="bytes", processes=1)
     assert (index.kind, index.notes["documents"]) == ("examples", {"train": 30, "val": 3})
     (tmp_path / "text.txt").write_text("text")
-    with pytest.raises(ValueError, match=r"train.jsonl: here are questions or chats with answers, before there were"):
+    with pytest.raises(ValueError, match=r"train.jsonl: found questions or chats with answers after"):
         prepare((str(train),), out=tmp_path / "no", val=(str(tmp_path / "text.txt"),), tokenizer="bytes", processes=1)
 
 
@@ -244,12 +244,12 @@ def test_a_validation_set_that_would_not_be_one(tmp_path):
     link = tmp_path / "link.jsonl"
     link.symlink_to(val)
     for sources, given, words in [
-        (tmp_path / "data", val, r"val = .*val.jsonl: it is among the sources to train on, too"),
-        (tmp_path / "data", link, r"val = .*link.jsonl: it is among the sources"),
-        ("gsm8k", "gsm8k", r"val = gsm8k: it is among the sources"),
-        (train, tmp_path / "gone.jsonl", r"gone.jsonl is neither a file or folder here"),
-        (train, empty, r"val = .*empty.jsonl: there is no document in them; give others"),
-        (empty, val, r"sources = .*empty.jsonl: there is no document in them; give others"),
+        (tmp_path / "data", val, r"val = .*val.jsonl: is also a source of training data"),
+        (tmp_path / "data", link, r"val = .*link.jsonl: is also a source"),
+        ("gsm8k", "gsm8k", r"val = gsm8k: is also a source"),
+        (train, tmp_path / "gone.jsonl", r"gone.jsonl is not an existing file or folder"),
+        (train, empty, r"val = .*empty.jsonl: contains no documents; give other sources"),
+        (empty, val, r"sources = .*empty.jsonl: contains no documents; give other sources"),
     ]:
         with pytest.raises(ValueError, match=words):
             prepare(
@@ -265,12 +265,12 @@ def test_a_validation_set_that_would_not_be_one(tmp_path):
         prepare((str(train),), out=tmp_path / "out", val=(str(val),), val_fraction=0.1)
 
 
-def test_an_empty_validation_set_is_told_before_the_long_work(tmp_path, monkeypatch):
+def test_an_empty_validation_set_is_reported_before_the_long_work(tmp_path, monkeypatch):
     monkeypatch.setattr("thoughtbubbles.data.sources.CHUNK_BYTES", 100)
     lines = [{"text": text} for text in random_texts(20)]
     train, val = write_lines(tmp_path / "train.jsonl", [*lines, {"broken": 1}]), tmp_path / "val.jsonl"
     val.write_text("")
-    with pytest.raises(ValueError, match=r"val = .*val.jsonl: there is no document in them"):
+    with pytest.raises(ValueError, match=r"val = .*val.jsonl: contains no documents"):
         prepare((str(train),), out=tmp_path / "out", val=(str(val),), tokenizer="bytes", processes=1)
 
 
@@ -306,7 +306,7 @@ def test_the_next_command_names_recipes_as_they_are():
 
 # --- interruptions --------------------------------------------------------------------------------
 
-# Ends the process before its n-th operation on files in the folder, for every n in turn, and then goes on.
+# Kills the process before its n-th operation on files in the folder, for every n in turn, and then resumes.
 EVERY_MOMENT = """
 import os, signal, sys
 from pathlib import Path
@@ -364,7 +364,7 @@ print(n, resumed, len(whole))
 
 @pytest.mark.parametrize(("kind", "stride"), [("text", 1), ("examples", 3), ("text with a validation set", 3)])
 def test_killed_at_every_moment(kind, stride, tmp_path):
-    """At every third one where only what is read or written differs."""
+    """Only at every third one for variants that differ only in what is read or written."""
     (tmp_path / "in").mkdir()
     texts = random_texts(40, words=90)
     records = [{"question": t[:50], "answer": t[50:]} if kind == "examples" else {"text": t} for t in texts]
@@ -422,7 +422,7 @@ def test_killed_from_outside_with_its_workers(corpus, uninterrupted, tmp_path):
 
     done = run(corpus, out, processes=1, **CORPUS_OPTIONS)  # with another number of processes
     assert done.returncode == 0, done.stderr
-    assert "going on after" in done.stderr
+    assert "resuming after" in done.stderr
     assert contents(out) == uninterrupted
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{worker}").exists() for worker in workers):
@@ -437,8 +437,8 @@ def test_a_killed_worker(corpus, uninterrupted, tmp_path):
     os.kill(children(process.pid)[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "prepare: a process that tokenizes has died" in errors
-    assert "run the same command again, and it goes on where it stopped" in errors
+    assert "prepare: a tokenizing process died" in errors
+    assert "run the same command again to resume" in errors
     assert "Traceback" not in errors
 
     done = run(corpus, out, processes=1, **CORPUS_OPTIONS)
@@ -448,28 +448,28 @@ def test_a_killed_worker(corpus, uninterrupted, tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the worker processes through Linux's /proc")
 def test_workers_killed_while_they_send(corpus, tmp_path):
-    """Half a result is in the pipe, and nobody will send the rest: the parent must not wait for it."""
+    """Half a result is in the pipe, and the rest will never come: the parent must not wait for it."""
     process = start_and_wait_for_a_shard(corpus, tmp_path / "out")
-    process.send_signal(signal.SIGSTOP)  # it reads no more, and its workers fill the pipe
+    process.send_signal(signal.SIGSTOP)  # it stops reading, and its workers fill the pipe
     time.sleep(1.5)
     for child in children(process.pid):
         os.kill(child, signal.SIGKILL)
     process.send_signal(signal.SIGCONT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "prepare: a process that tokenizes has died" in errors
+    assert "prepare: a tokenizing process died" in errors
 
 
 def test_a_full_disk(tmp_path):
-    """A limit on the size of files stands for it: writing fails in the middle."""
+    """Simulated by a limit on file sizes: writing fails in the middle."""
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in random_texts(300)])
     options = {"tokenizer": "bytes", "processes": 1, "shard_tokens": 60_000, "chunk_bytes": 20_000}
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
     out = tmp_path / "out"
     failed = run(source, out, before=limit, **options)
     assert failed.returncode == 1
-    assert f"prepare: writing to {out} failed (File too large): make room or give another folder" in failed.stderr
-    assert "run the same command again, and it goes on where it stopped" in failed.stderr
+    assert f"prepare: writing to {out} failed (File too large): free disk space or give another folder" in failed.stderr
+    assert "run the same command again to resume" in failed.stderr
     assert "Traceback" not in failed.stderr
     assert run(source, out, **options).returncode == 0
     assert run(source, tmp_path / "whole", **options).returncode == 0
@@ -482,9 +482,9 @@ def test_a_finished_folder_is_left_alone(tmp_path, capsys):
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     capsys.readouterr()
     assert prepare((str(source),), out=out, tokenizer="bytes", processes=1) == index
-    assert capsys.readouterr().out.startswith(f"{out} is prepared already; nothing to do\n")
+    assert capsys.readouterr().out.startswith(f"{out} is already prepared; nothing to do\n")
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
-    with pytest.raises(ValueError, match=r"holds a prepared dataset with other settings \(val_fraction = 0.005\)"):
+    with pytest.raises(ValueError, match=r"contains a prepared dataset with other settings \(val_fraction = 0.005\)"):
         prepare((str(source),), out=out, tokenizer="bytes", processes=1, val_fraction=0.1)
     write_lines(source, [{"text": "a"}, {"text": "bb"}])
     with pytest.raises(ValueError, match="of the same sources, but their files have changed since"):
@@ -503,7 +503,7 @@ def test_a_half_finished_folder_takes_only_the_same_settings(tmp_path):
 
 
 def test_what_came_before_a_broken_record_is_kept(tmp_path, monkeypatch, capsys):
-    """The journal knows of every chunk before that of the record: only that chunk is read again."""
+    """The journal contains every chunk before that of the record: only that chunk is read again."""
     monkeypatch.setattr("thoughtbubbles.data.sources.CHUNK_BYTES", 1)  # a line is a chunk
     texts, source, out = random_texts(20), tmp_path / "a.jsonl", tmp_path / "out"
     write_lines(source, [*({"text": text} for text in texts[:12]), {"txt": "b"}])
@@ -515,7 +515,7 @@ def test_what_came_before_a_broken_record_is_kept(tmp_path, monkeypatch, capsys)
     assert sum(tail["tokens"] for tail in state["tails"].values()) == sum(len(text) + 1 for text in texts[:12])
     with pytest.raises(ValueError, match=r"a.jsonl, line 13"):
         prepare((str(source),), out=out, tokenizer="bytes", processes=1)
-    assert "going on after 12 documents that are done" in capsys.readouterr().err
+    assert "resuming after 12 documents" in capsys.readouterr().err
 
 
 JOURNAL_EDITS = [
@@ -591,12 +591,12 @@ def test_a_journal_of_wrong_kinds_is_refused(half_prepared, path, value):
 
 @pytest.mark.parametrize("harm", [lambda shard: shard.unlink(), lambda shard: shard.write_bytes(b"ab")])
 def test_shards_that_were_written_before_must_still_be_there(harm, tmp_path, monkeypatch):
-    """In a folder that is finished, and in one that is half-finished."""
+    """In a finished and in a half-finished folder."""
     monkeypatch.setattr("thoughtbubbles.data.sources.CHUNK_BYTES", 1)  # a line is a chunk
     good = [{"text": text} for text in random_texts(40)]
     for name, last in (("finished", {"text": "z"}), ("half", {"txt": 0})):
         source, out = write_lines(tmp_path / f"{name}.jsonl", [*good, last]), tmp_path / name
-        given = {"out": out, "tokenizer": "bytes", "processes": 1, "shard_tokens": 100, "validation_loss": 0.0}
+        given = {"out": out, "tokenizer": "bytes", "processes": 1, "shard_tokens": 100, "val_fraction": 0.0}
         with suppress(ValueError):
             prepare((str(source),), **given)
         harm(out / "train-00001.bin")
@@ -622,7 +622,7 @@ def test_a_changed_tail_is_damage(tmp_path):
         tail.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
         with pytest.raises(ValueError, match=r"train-00000.tail is damaged \(its checksum differs\): delete .*out and"):
             prepare((str(source),), out=out, tokenizer="bytes", processes=1)
-    tail.write_bytes(good + b"more")  # what came after the journal was saved is cut off
+    tail.write_bytes(good + b"more")  # bytes after the last save of the journal are truncated
     with pytest.raises(ValueError, match=r"a.jsonl, line 2"):
         prepare((str(source),), out=out, tokenizer="bytes", processes=1)
     assert tail.read_bytes() == good
@@ -632,7 +632,7 @@ def test_a_tail_shorter_than_the_journal_says(tmp_path):
     source, out = halfway(tmp_path)
     (tail,) = (path for path in out.glob("train-*.tail"))
     tail.write_bytes(tail.read_bytes()[:-1])
-    message = r"train-00000.tail is missing or cut short: delete .*out and prepare it again"
+    message = r"train-00000.tail is missing or truncated: delete .*out and prepare it again"
     for put in (lambda: tail.unlink(), lambda: tail.mkdir(), lambda: tail.rmdir() or os.mkfifo(tail)):
         with pytest.raises(ValueError, match=message):
             prepare((str(source),), out=out, tokenizer="bytes", processes=1)
@@ -673,7 +673,7 @@ def test_notes_of_wrong_kinds_in_a_finished_folder(change, tmp_path):
     index = prepare((str(source),), out=out, tokenizer="bytes", processes=1)
     splits = index.splits if change else {"train": index.splits["train"]}
     write_index(out, replace(index, splits=splits, notes={**index.notes, **change}))
-    with pytest.raises(ValueError, match=r"index.json is damaged .its notes lack|made in another way"):
+    with pytest.raises(ValueError, match=r"index.json is damaged .its notes are not from|made in another way"):
         prepare((str(source),), out=out, tokenizer="bytes", processes=1)
 
 
@@ -686,7 +686,7 @@ def test_folders_that_cannot_be_written(tmp_path):
         assert len(str(error.value)) < 1000
     out = tmp_path / "out"
     prepare((str(source),), out=out, tokenizer="bytes", processes=1)
-    (out / "a.tail").mkdir()  # what is left over is removed, and this cannot be
+    (out / "a.tail").mkdir()  # leftovers are removed, and this one cannot be
     with pytest.raises(ValueError, match=r"writing to .*out failed"):
         prepare((str(source),), out=out, tokenizer="bytes", processes=1)
 
@@ -701,7 +701,7 @@ def test_processes_that_cannot_be_started(tmp_path):
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path):
     source = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
-    with pytest.raises(ValueError, match=r"already holds other files \(a.jsonl …\): give a new or empty folder"):
+    with pytest.raises(ValueError, match=r"already contains other files \(a.jsonl …\): give a new or empty folder"):
         prepare((str(source),), out=tmp_path, tokenizer="bytes", processes=1)
     assert contents(tmp_path) == {"a.jsonl": source.read_bytes()}
 
@@ -718,14 +718,14 @@ def test_one_at_a_time(tmp_path):
 def test_text_and_examples_do_not_mix(tmp_path):
     text = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
     examples = write_lines(tmp_path / "b.jsonl", [{"question": "q", "answer": "a"}])
-    with pytest.raises(ValueError, match=r"b.jsonl: here are questions or chats with answers, before there were plain"):
+    with pytest.raises(ValueError, match=r"b.jsonl: found questions or chats with answers after plain text"):
         prepare((str(text), str(examples)), out=tmp_path / "out", tokenizer="bytes", processes=1)
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n'])
 def test_empty_input(content, tmp_path):
     (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=r"sources = .*a.jsonl: there is no document in them"):
+    with pytest.raises(ValueError, match=r"sources = .*a.jsonl: contains no documents"):
         prepare((str(tmp_path / "a.jsonl"),), out=tmp_path / "out", tokenizer="bytes", processes=1)
     assert not (tmp_path / "out").exists()
 
@@ -735,30 +735,30 @@ def test_empty_input(content, tmp_path):
     [
         ({"tokenizer": "gpt5"}, "tokenizer = 'gpt5': choose from gpt2, bytes"),
         ({"processes": 0}, "processes = 0: give 1 or more"),
-        ({"validation_loss": 1.0}, "val_fraction = 1.0: give a share of the documents from 0 to below 1"),
-        ({"validation_loss": float("nan")}, "val_fraction = nan"),
-        ({"shard_tokens": 0}, "shard_tokens = 0: give at least 1 token"),
-        ({"limit": 0}, "limit = 0: give 1 document or more"),
-        ({"limit": 2**63}, f"limit = {2**63}: give 1 document or more, up to"),
+        ({"val_fraction": 1.0}, "val_fraction = 1.0: give a share of the documents from 0 to below 1"),
+        ({"val_fraction": float("nan")}, "val_fraction = nan"),
+        ({"shard_tokens": 0}, "shard_tokens = 0: give 1 or more tokens"),
+        ({"limit": 0}, "limit = 0: give 1 or more documents"),
+        ({"limit": 2**63}, f"limit = {2**63}: give 1 or more documents, up to"),
         ({"processes": 10**6}, "processes = 1000000: give 1 or more, up to 1,024"),
         ({"processes": True}, "processes = True: give 1 or more"),
         ({"processes": "2"}, "processes = '2': give 1 or more"),
-        ({"shard_tokens": 10**30}, r"shard_tokens = 10{30}: give at least 1 token a shard, up to 4,294,967,296"),
+        ({"shard_tokens": 10**30}, r"shard_tokens = 10{30}: give 1 or more tokens, up to 4,294,967,296"),
         ({"shard_tokens": 1e6}, "shard_tokens = 1000000.0: give"),
-        ({"validation_loss": 10**400}, "val_fraction = 10+…0+: give a share"),
-        ({"validation_loss": -0.1}, "val_fraction = -0.1: give a share"),
-        ({"validation_loss": True}, "val_fraction = True: give a share"),
-        ({"validation_loss": "0.1"}, "val_fraction = '0.1': give a share"),
+        ({"val_fraction": 10**400}, "val_fraction = 10+…0+: give a share"),
+        ({"val_fraction": -0.1}, "val_fraction = -0.1: give a share"),
+        ({"val_fraction": True}, "val_fraction = True: give a share"),
+        ({"val_fraction": "0.1"}, "val_fraction = '0.1': give a share"),
         ({"val": "a.jsonl"}, "val = 'a.jsonl': give a tuple of files"),
         ({"val": (Path("a"),)}, r"val = \(PosixPath\('a'\),\): give a tuple of files"),
         ({"tokenizer": ["gpt2"]}, r"tokenizer = \['gpt2'\]: choose from gpt2, bytes"),
     ],
 )
-def test_mistakes_at_the_door(options, message, tmp_path, no_shape_checks):
+def test_wrong_arguments(options, message, tmp_path, no_shape_checks):
     source = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
     with pytest.raises(ValueError, match=message):
         prepare((str(source),), out=tmp_path / "out", **options)
-    with pytest.raises(ValueError, match="nowhere is neither a file or folder here nor one of the names"):
+    with pytest.raises(ValueError, match="nowhere is not an existing file or folder, nor one of the names"):
         prepare(("nowhere",), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -772,12 +772,12 @@ def test_mistakes_at_the_door(options, message, tmp_path, no_shape_checks):
         (["--shard-tokens", "9" * 5000], "--shard-tokens"),
         (["--val-fraction", "1e999"], "val_fraction = inf: give a share"),
         (["--val-fraction", "much"], "--val-fraction"),
-        (["--limit", "-1"], "limit = -1: give 1 document or more"),
-        (["--val", "gone.jsonl"], "gone.jsonl is neither a file or folder here"),
+        (["--limit", "-1"], "limit = -1: give 1 or more documents"),
+        (["--val", "gone.jsonl"], "gone.jsonl is not an existing file or folder"),
         (["--val", "x" * 5000], "cannot be used (File name too long)"),
         (
             ["--val", "b.jsonl", "--val-fraction", "0"],
-            "val_fraction = 0.0 and val = b.jsonl: with --val all else is training data",
+            "val_fraction = 0.0 and val = b.jsonl: with --val, all other sources are training data",
         ),
     ],
 )

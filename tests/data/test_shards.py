@@ -1,4 +1,4 @@
-"""Tokens on disk: what is written comes back, and nothing that was damaged does."""
+"""Tokens on disk: what is written is read back, and damage is detected."""
 
 import json
 import os
@@ -171,7 +171,7 @@ def test_a_shard_of_the_other_kind_is_refused(tmp_path):
 
 
 def test_every_part_of_a_large_shard_counts_in_its_checksum(tmp_path, monkeypatch):
-    """The checksum is computed in parts, each going on from the one before; here they are of 16 bytes."""
+    """The checksum is computed in parts, each continuing the one before; here they have 16 bytes."""
     monkeypatch.setattr(module, "CHUNK_BYTES", 16)
     write_text(tmp_path, train=numbers(100))
     open_dataset(tmp_path, split="train")
@@ -187,9 +187,9 @@ def test_every_part_of_a_large_shard_counts_in_its_checksum(tmp_path, monkeypatc
     ("at", "value"),
     [
         (0, 1),  # the first example does not begin at the first token
-        (3, 2),  # before its neighbour: 0, 1, 3, 2 …
+        (3, 2),  # not in order: 0, 1, 3, 2 …
         (3, 2**63),  # far outside
-        (5, 22),  # behind the last token, though the last offset is right
+        (5, 22),  # after the last token, although the last offset is right
         (6, 20),
     ],
 )
@@ -205,7 +205,7 @@ def test_offsets_of_examples_are_checked_without_verification(tmp_path, at, valu
 
 
 def edited(folder: Path, change: dict[str, object], *, sealed: bool) -> None:
-    """Fields of the index, or else of its first shard; sealed by someone who knows how the checksum is made."""
+    """Fields of the index, or of its first shard, changed and with a correct new checksum."""
     record = json.loads((folder / "index.json").read_text())
     for name, value in change.items():
         if name in record:
@@ -260,7 +260,7 @@ def test_an_edited_index_is_refused(tmp_path, change, words):
 @pytest.mark.parametrize(
     ("change", "words"), [({"version": 1}, "version 1, this program reads 2"), ({"format": "x"}, "not the index")]
 )
-def test_an_index_of_another_kind_is_told_apart_from_a_damaged_one(tmp_path, change, words):
+def test_an_index_of_another_kind_is_not_reported_as_damaged(tmp_path, change, words):
     write_text(tmp_path, train=numbers(250))
     edited(tmp_path, change, sealed=False)
     with pytest.raises(ValueError, match=rf"index\.json .*{words}"):
@@ -282,7 +282,7 @@ def test_dropped_shards_are_seen(tmp_path, dropped):
 
 
 def test_tokens_that_the_tokenizer_does_not_have(tmp_path):
-    """As after someone has put the shards of another dataset into the folder, with their entries."""
+    """As if the shards of another dataset were copied into the folder, with their entries."""
     writer = ShardWriter(tmp_path, "train", kind="text", shard_tokens=100)
     writer.add(np.array([5, 257], dtype=np.uint16))
     writer.close()
@@ -292,7 +292,7 @@ def test_tokens_that_the_tokenizer_does_not_have(tmp_path):
 
 
 def test_the_checksum_of_the_index_is_of_its_content(tmp_path):
-    """Indented and ordered otherwise, it is the same index."""
+    """With other indentation and order it is the same index."""
     index = write_text(tmp_path, train=numbers(250))
     record = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps(dict(reversed(record.items()))))
@@ -313,7 +313,7 @@ def test_a_folder_that_is_not_a_dataset_is_refused(tmp_path):
         open_dataset(tmp_path, split="train")
     for content, words in [
         (b'{"format": "thoughtb', "not JSON"),
-        (b"[]", "holds a JSON list instead of an object"),
+        (b"[]", "contains a JSON list instead of an object"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a": ' + b"9" * 5000 + b"}", "a number has too many digits"),
         (b'{"a": "\xff"}', "it is not UTF-8"),
@@ -325,7 +325,7 @@ def test_a_folder_that_is_not_a_dataset_is_refused(tmp_path):
 
 
 def test_what_is_nested_too_deeply_to_be_written_was_not_written_by_us(tmp_path):
-    """How deep Python's JSON reader and writer go differs by its version: the one may take what the other cannot."""
+    """The maximum depth of Python's JSON reader and writer depends on its version, and the two may differ."""
     value: list = []
     for _ in range(100_000):
         value = [value]
@@ -333,7 +333,7 @@ def test_what_is_nested_too_deeply_to_be_written_was_not_written_by_us(tmp_path)
         module.check_seal(tmp_path / "index.json", {"notes": value}, remedy="prepare it again")
 
 
-def test_what_lies_where_a_file_should(tmp_path):
+def test_what_is_not_a_file(tmp_path):
     """Links to themselves, folders, pipes, files in place of folders, names too long: one line that names it."""
     write_text(tmp_path / "good", train=numbers(250))
     for name in ("index.json", "train-00001.bin"):

@@ -1,4 +1,4 @@
-"""Sources: every kind of file gives the same records, from any place on; every form of record becomes what it says."""
+"""Sources: every file format gives the same records, from any position on; every form of record is parsed correctly."""
 
 import gzip
 import json
@@ -51,7 +51,7 @@ def write(folder, ending):
 
 
 def texts(path, start=0):
-    """The documents from record `start` on, and the places of the chunks that brought them."""
+    """The documents from record `start` on, and the positions of their chunks."""
     found, stops = [], [start]
     for chunk in read_chunks(find_inputs([str(path)]), start=start):
         assert chunk.start == (0 if chunk.input else stops[-1])
@@ -101,7 +101,7 @@ def test_what_cannot_be_read_in_a_folder_is_named(kind, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
     odd = tmp_path / "b.jsonl"
     os.mkfifo(odd) if kind == "pipe" else odd.symlink_to("gone" if kind == "link" else odd.name)
-    with pytest.raises(ValueError, match=r"b\.jsonl is a broken link or not a file: repair or remove it"):
+    with pytest.raises(ValueError, match=r"b\.jsonl is a broken link or not a file: fix or remove it"):
         find_inputs([str(tmp_path)])
 
 
@@ -135,7 +135,7 @@ def test_files_of_another_kind_are_named(ending, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": "a"', "line 3: not JSON (Expecting ',' delimiter at column 13): repair or remove the line"),
+        (b'{"text": "a"', "line 3: not JSON (Expecting ',' delimiter at column 13): fix or remove the line"),
         (b'{"text": "\xff"}', "line 3: byte 11 is not UTF-8: convert the file"),
         (b'["a"]', "line 3: a JSON list is not a record"),
         (b'{"txt": "a", "id": 1}', "line 3: the record has the fields txt, id: give {text}, {question, answer}"),
@@ -161,10 +161,10 @@ def test_files_of_another_kind_are_named(ending, tmp_path):
         (b'{"question": "q", "choices": ["a", "b"], "answer": [0]}', "line 3: answer = [0]: give a number from 0 to 1"),
         (b'{"question": "q", "choices": "ab", "answer": 0}', "line 3: choices is str, not a list"),
         (b'{"a\\nb": 1}', "line 3: the record has the fields a b: give"),
-        (b'{"text": ' + b"7" * 5000 + b"}", "line 3: a number has too many digits: repair or remove the line"),
+        (b'{"text": ' + b"7" * 5000 + b"}", "line 3: a number has too many digits: fix or remove the line"),
         (b'{"question": "q", "choices": ["a", "b"], "answer": "C"}', "line 3: answer = 'C': give a number from 0 to 1"),
         (b'{"question": "q", "choices": ["a"], "answer": 0}', "line 3: choices has 1 entries: give from 2 to 26"),
-        (b'{"question": "q", "answer": "a"}', "line 3: here are questions or chats with answers, before there were"),
+        (b'{"question": "q", "answer": "a"}', "line 3: found questions or chats with answers after"),
         (b"[" * 100_000, "line 3: the JSON is nested too deeply"),
     ],
 )
@@ -178,7 +178,7 @@ def test_broken_records_are_named_and_those_before_kept(line, message, tmp_path)
 
 
 @pytest.mark.parametrize("field", ["role", "answer"])
-def test_a_broken_record_is_told_in_one_short_line(field, tmp_path):
+def test_a_broken_record_is_reported_in_one_short_line(field, tmp_path):
     value = {"a\n": ["b" * 10_000]}
     record = {"messages": [{"role": value}]} if field == "role" else {"question": "q", "choices": ["a", "b"]}
     (tmp_path / "a.jsonl").write_text(json.dumps({**record, "answer": value, "x" * 10_000: 0}))
@@ -189,7 +189,7 @@ def test_a_broken_record_is_told_in_one_short_line(field, tmp_path):
 
 
 def test_every_flipped_byte_of_a_parquet_file_is_read_or_named(tmp_path):
-    """Its reader raises what it likes: the file's name stands in every message, and no record is lost in silence."""
+    """Its reader can raise anything: every message has the name of the file, and no record is silently lost."""
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"id": range(9), "text": TEXTS[:9]}), path, row_group_size=3)
     good, errors = path.read_bytes(), set()
@@ -224,7 +224,7 @@ def test_a_column_whose_name_is_not_text(tmp_path):
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst"])
 def test_a_line_without_end_is_refused(ending, tmp_path, monkeypatch):
-    """Small files can unpack into more than any memory holds."""
+    """Small compressed files can expand to more than fits in memory."""
     monkeypatch.setattr(sources, "CHUNK_BYTES", 100)
     monkeypatch.setattr(sources, "LONGEST_LINE", 1000)
     path, lines = tmp_path / f"a{ending}", b'{"text": "a"}\n' * 10
@@ -251,7 +251,7 @@ def test_sources_that_cannot_be_used(tmp_path, monkeypatch):
     (tmp_path / "file.txt").write_text("a")
     os.mkfifo(tmp_path / "pipe.txt")
     for name in ("loop.txt", "file.txt/a.txt", "pipe.txt", "x" * 5000, "y/" * 5000, "nul\0.txt"):
-        with pytest.raises(ValueError, match=r"is neither a file or folder|cannot be used") as error:
+        with pytest.raises(ValueError, match=r"is not an existing file or folder|cannot be used") as error:
             find_inputs([str(tmp_path / name)])
         assert short_name(name[:20]) in str(error.value)
         assert len(str(error.value)) < 1000
@@ -274,12 +274,12 @@ def test_text_that_is_not_utf8(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("nowhere.txt", "nowhere.txt is neither a file or folder here nor one of the names openwebtext, pes2o"),
-        ("picture.png", r"picture.png: files of this kind are not read; give .txt, .md, .jsonl"),
+        ("nowhere.txt", "nowhere.txt is not an existing file or folder, nor one of the names openwebtext, pes2o"),
+        ("picture.png", r"picture.png: unsupported file type; give .txt, .md, .jsonl"),
         ("empty", "empty has no file to read: give a folder with .txt"),
     ],
 )
-def test_sources_that_are_none(source, message, tmp_path, monkeypatch):
+def test_sources_that_do_not_exist(source, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "picture.png").write_bytes(b"")
     (tmp_path / "empty").mkdir()
@@ -369,14 +369,14 @@ def test_parquet_as_the_named_datasets_have_it(tmp_path):
 
 
 def script(code, **environment):
-    """In a process of its own, which may have other packages and settings than this one."""
+    """In a separate process, which may have other packages and settings."""
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, check=True
     ).stdout
 
 
 def test_named_datasets_are_streamed_from_any_place(tmp_path):
-    """Through `datasets`, from a local repository in place of a public one."""
+    """With `datasets`, from a local repository instead of a public one."""
     rows = [{"question": f"q{i}", "steps": ["<<1+1=2>>"], "answer": str(i)} for i in range(700)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code = f"""
@@ -402,7 +402,7 @@ for name in NAMED:
     assert len(shown) == len(NAMED) == 7
     for name, line in zip(NAMED, shown, strict=True):
         assert line.startswith(f"broken {name} cannot be read from Hugging Face (")
-        assert f"`{download_command(name)}` and give the folder instead of the name" in line
+        assert f"`{download_command(name)}` elsewhere and give the folder instead of the name" in line
     assert download_command("pes2o") == (
         "hf download allenai/peS2o --repo-type dataset --include 'data/v2/train-*.json.gz' --local-dir pes2o"
     )

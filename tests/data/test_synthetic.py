@@ -1,4 +1,4 @@
-"""Text without downloads: made from a seed, and out of Python's own standard library."""
+"""Text without downloads: synthetic text, and the documentation in Python's standard library."""
 
 import re
 import subprocess
@@ -83,13 +83,13 @@ def test_a_synthetic_folder_can_be_trained_on(tmp_path):
 
 def test_writing_again_does_nothing_and_other_data_is_refused(tmp_path):
     folder = tmp_path / "data"
-    folder.mkdir()  # an empty folder may be there
+    folder.mkdir()  # an empty folder may exist
     write_synthetic(folder, n_tokens=3000, seed=0)
     times = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     write_synthetic(folder, n_tokens=3000, seed=0)
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == times
     for settings in ({"n_tokens": 3000, "seed": 1}, {"n_tokens": 3001, "seed": 0}):
-        with pytest.raises(ValueError, match=r"holds .*'seed': 0.*Remove this folder, or give another"):
+        with pytest.raises(ValueError, match=r"contains .*'seed': 0.*Remove this folder, or give another"):
             write_synthetic(folder, **settings)
     path = folder / "val-00000.bin"
     path.write_bytes(path.read_bytes()[:-1])

@@ -1,4 +1,4 @@
-"""Tokenizers: GPT-2's own ids without a download, exact round trips, and the same ids through Hugging Face's files."""
+"""Tokenizers: GPT-2's ids without a download, exact round trips, and the same ids with Hugging Face's files."""
 
 import json
 import os

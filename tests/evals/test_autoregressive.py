@@ -1,4 +1,4 @@
-"""Scoring each token from its own prefix: with and without a cache, against the parallel forward and against loops."""
+"""Scoring each token from its own prefix: with and without a cache, against the parallel forward and plain loops."""
 
 import math
 import statistics
@@ -44,7 +44,7 @@ def assert_same_losses(ours: Scores, theirs: Scores) -> None:
 
 
 def prefix_by_prefix(model: Thoughtbubbles, windows: Windows, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and likeliest tokens, one window and one prefix at a time."""
+    """Losses and most likely tokens, one window and one prefix at a time."""
     nll = torch.zeros(windows.ids.shape, dtype=torch.float64)
     likeliest = torch.full(windows.ids.shape, UNKNOWN)
     for row, t in windows.counted.nonzero().tolist():
@@ -111,7 +111,7 @@ def test_a_model_with_a_fixed_budget_is_scored_with_the_proportional_one_unless_
 
 
 def test_block_selection_sees_the_future_only_blockwise():
-    """The last target of a window has no future: there, and there only, both must agree."""
+    """The last target of a window has no future: only there must both agree."""
     model = small_model(selection="block")
     windows = ragged_windows(model.config)
     apart = (blockwise(model, windows).nll - without_cache(model, windows).nll).abs()
@@ -194,7 +194,7 @@ def test_statistics():
     assert scores.perplexity == pytest.approx(math.exp(26 / 12))
     assert scores.window_perplexities == pytest.approx([math.exp(3), math.exp(2.5), math.e])
     assert scores.standard_error == pytest.approx(statistics.stdev([3, 2.5, 1]) / math.sqrt(3))
-    # A shift that all windows share is their mean difference, and does not spread.
+    # A shift shared by all windows is their mean difference, without spread.
     gap = compare(scores._replace(nll=nll + 0.25), scores)
     assert gap.mean == pytest.approx(0.25)
     assert gap.standard_error == pytest.approx(0, abs=SAME_FUNCTION)
@@ -268,11 +268,11 @@ def test_mistakes():
         Windows.of(config, torch.full((1, 4), 23), targets=ids[:1, :4])
     targets = ids[:, 1:].clone()
     targets[1] = IGNORED
-    with pytest.raises(ValueError, match="targets of window 1 count nothing: leave the window out"):
+    with pytest.raises(ValueError, match="window 1 has no targets that count: leave it out"):
         Windows.of(config, ids[:, :-1], targets=targets)
-    with pytest.raises(ValueError, match="batch = 0: give 1 window or more"):
+    with pytest.raises(ValueError, match="batch = 0: give 1 or more"):
         blockwise(model, some_windows(config), batch=0)
     with pytest.raises(ValueError, match=r"budget = 0\.5 is below 1"):
         through_cache(model, some_windows(config), budget=0.5)
-    with pytest.raises(ValueError, match="a fixed budget looks at the whole block"):
+    with pytest.raises(ValueError, match="a fixed budget applies to the full context"):
         without_cache(model, some_windows(config), budget_mode="fixed")

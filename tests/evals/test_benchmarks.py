@@ -1,4 +1,4 @@
-"""Benchmarks from end to end: a model sits them, is killed, goes on, shares them with other ranks."""
+"""Benchmarks end to end: a model is evaluated, killed, resumed, and shares the work with other ranks."""
 
 import io
 import json
@@ -35,7 +35,7 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
-NEW = 24  # tokens of a free answer
+NEW = 24  # tokens of a generated answer
 FEW = ("lambada", "arc_easy", "clutrr")
 FORMS = {"causal": {}, "block": {"selection": "block"}, "plain": {"fork_layers": ()}}
 
@@ -47,11 +47,11 @@ def _short_answers(monkeypatch):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
-    """Of bytes, 160 a row: long enough for all but one question of the benchmarks below."""
+    """Byte models with a context length of 160: long enough for all but one question of the benchmarks below."""
     folders = {}
     for name, form in FORMS.items():
         base = {"n_layer": 3, "n_head": 2, "width": 16, "vocab_size": 300, "block_size": 160, "merge": "residual"}
-        base |= {"fork_layers": (1, 2), "budget": 1.5}  # so that the rules decide, and not alike
+        base |= {"fork_layers": (1, 2), "budget": 1.5}  # so that the selection rules matter and differ
         folders[name] = tmp_path_factory.mktemp("models") / name
         model = lively_model(ModelConfig(**{**base, **form}), dtype=torch.float32)
         save_model(folders[name], model, tokenizer=tokenizer("bytes"))
@@ -60,7 +60,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory) -> Path:
-    """Three documents of each benchmark; the last LAMBADA passage and GSM8K question are longer than a block."""
+    """Three documents per benchmark; the last LAMBADA passage and GSM8K question exceed the context length."""
     folder = tmp_path_factory.mktemp("benchmarks")
     for name, record in RECORDS.items():
         if name == "mmlu_continuation":
@@ -77,7 +77,7 @@ def evaluate(checkpoint: Path, questions: Path, out: Path, **changes) -> dict:
 
 
 def numbers(results: dict) -> dict:
-    """What does not depend on how long anything took."""
+    """The results without timings."""
     dropped = ("seconds", "documents_per_second", "answered_before")
     return {
         name: {key: value for key, value in found.items() if key not in dropped}
@@ -86,7 +86,7 @@ def numbers(results: dict) -> dict:
 
 
 def same(a: object, b: object) -> bool:
-    """Equal but for the last bits of a float."""
+    """Equal up to the last bits of a float."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     return a == pytest.approx(b, abs=SAME_ROW, rel=SAME_ROW) if isinstance(a, float) else a == b
@@ -114,8 +114,8 @@ def test_the_command(models, questions, tmp_path, capsys):
         *(task.title for task in TASKS.values()),
         "hops: 2",
         "LAMBADA: perplexity of the last word",
-        "LAMBADA: 1 of 3 documents were longer than the model's block and lost",
-        "GSM8K: 1 of 3 documents were longer than the model's block and lost",
+        "LAMBADA: 1 of 3 documents were longer than the model's context length; ",
+        "GSM8K: 1 of 3 documents were longer than the model's context length; ",
         "lm-evaluation-harness's acc",
         f"Written: {out / 'results.json'} and {out / 'perplexity.png'}, {out / 'benchmarks.png'}",
     ):
@@ -129,7 +129,7 @@ def test_the_command(models, questions, tmp_path, capsys):
     assert results["versions"]["torch"] == torch.__version__
     assert {found["version"] for name, found in results["tasks"].items() if name != "perplexity"} == {1}
     text = results["tasks"]["perplexity"]
-    blockwise = text["ways"]["blockwise"]  # of bytes: one a token, but for end-of-text
+    blockwise = text["ways"]["blockwise"]  # bytes: one per token, except end-of-text
     assert blockwise["bits_per_byte"] * text["bytes"] == pytest.approx(blockwise["nats"] * 20 / 0.6931471805599453)
     assert 0 < text["bytes"] <= 20
 
@@ -155,8 +155,8 @@ def test_answers_are_what_the_model_says(models, questions, tmp_path, form):
     assert 0 < len(written[2]["text"]) <= NEW
 
 
-def test_a_killed_exam_goes_on(models, questions, tmp_path):
-    """A line that was cut short is answered again, the others are not."""
+def test_a_killed_benchmark_resumes(models, questions, tmp_path):
+    """A truncated line is answered again, the others are not."""
     tasks = ("lambada", "clutrr", "gsm8k")
     whole = evaluate(models["causal"], questions, tmp_path / "whole", tasks=tasks)
     out = tmp_path / "killed"
@@ -176,7 +176,7 @@ def test_a_killed_exam_goes_on(models, questions, tmp_path):
 
 
 def test_answers_of_other_settings_are_not_mixed_in(models, questions, tmp_path, monkeypatch):
-    """Each has a file of its own, so nothing is lost by looking at another one in between."""
+    """Each has its own file, so another evaluation in between loses nothing."""
     out, folder = tmp_path / "out", tmp_path / "model"
     shutil.copytree(models["causal"], folder)
 
@@ -216,7 +216,7 @@ def test_a_part_first_and_the_rest_later(models, questions, tmp_path):
 
 @pytest.mark.parametrize("form", ["causal", "block"])
 def test_the_budget_is_the_one_asked_for(models, questions, tmp_path, form):
-    """In choices and in what is written; a fixed budget in the config gives way to the proportional one."""
+    """For choices and for generated answers; the proportional budget replaces a fixed one in the config."""
     folder = tmp_path / "model"
     if form == "block":
         model = load(models[form])
@@ -244,7 +244,7 @@ def test_the_budget_is_the_one_asked_for(models, questions, tmp_path, form):
 
 
 def test_the_method_is_the_one_asked_for(models, questions, tmp_path):
-    """With block selection the cache approximates: what it writes is what `generate` writes with it."""
+    """With block selection the cache approximates: answers are those of `generate` with the cache."""
     model, tok = load(models["block"], dtype=torch.float64), tokenizer("bytes")
     asked = Request(prompt=tok.encode("How many?\n"), max_new=NEW, sampling=Sampling(temperature=0))
     texts = {}
@@ -256,7 +256,7 @@ def test_the_method_is_the_one_asked_for(models, questions, tmp_path):
     assert texts["cached"] != texts["uncached"]
 
 
-def test_narrow_numbers_stay_near(models, questions, tmp_path):
+def test_bfloat16_stays_close(models, questions, tmp_path):
     wide = evaluate(models["plain"], questions, tmp_path / "wide", tasks=("lambada", "gsm8k"))
     narrow = evaluate(models["plain"], questions, tmp_path / "narrow", tasks=("lambada", "gsm8k"), dtype="bfloat16")
     a, b = (results["tasks"]["lambada"]["nats"]["mean"] for results in (wide, narrow))
@@ -280,8 +280,8 @@ def test_weights_in_several_files(models, questions, tmp_path):
     assert numbers(found) == numbers(expected)
 
 
-def test_a_model_of_nans_is_not_marked(models, questions, tmp_path):
-    """All comparisons fail with them, and the first choice, always right in BLiMP, would be the best."""
+def test_a_model_of_nans_is_not_scored(models, questions, tmp_path):
+    """Comparisons with NaN are false, so the first choice, always right in BLiMP, would be the best."""
     model = load(models["plain"])
     torch.nn.init.constant_(model.final_norm.weight, float("nan"))
     save_model(tmp_path / "model", model, tokenizer=tokenizer("bytes"))
@@ -307,7 +307,7 @@ def test_the_table_fits_into_80_columns(models, questions, tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_is_killed(models, tmp_path):
-    """SIGKILL in the middle; the same command finishes with the numbers of a run that nobody disturbed."""
+    """SIGKILL in the middle; the same command finishes with the numbers of an uninterrupted run."""
     write(tmp_path, "blimp", [{**RECORDS["blimp"], "sentence_bad": f"Cats sleeps {i}."} for i in range(4000)])
     command = [sys.executable, "-m", "thoughtbubbles", "eval", "--checkpoint", str(models["causal"]), "--device", "cpu"]
     command += [
@@ -341,7 +341,7 @@ def test_a_process_that_is_killed(models, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_share_the_work(models, questions, tmp_path, ranks, monkeypatch):
-    """Also where there are more ranks than documents and windows, and when another number of ranks goes on."""
+    """Also with more ranks than documents and windows, and when another number of ranks resumes."""
     monkeypatch.undo()  # the ranks write answers of the usual length
     corpus, out = tmp_path / "corpus", tmp_path / "many"
     write_synthetic(corpus, n_tokens=4_000, seed=0)
@@ -398,8 +398,8 @@ def test_mistakes(models, questions, tmp_path, capsys, monkeypatch):
     for arguments, message in (
         (["--tasks", "helaswag"], "--tasks helaswag: there is no such task; did you mean hellaswag"),
         (["--tasks", "piqa"], "--data-dir is missing: give the folder with the benchmarks"),
-        (["--tasks", "piqa", "--data-dir", str(tmp_path / "x")], "there is no such folder"),
-        (["--tasks", "piqa", "--data-dir", str(empty)], "has no piqa.validation.jsonl (.gz or .xz): get the set from"),
+        (["--tasks", "piqa", "--data-dir", str(tmp_path / "x")], "does not exist: give the folder"),
+        (["--tasks", "piqa", "--data-dir", str(empty)], "has no piqa.validation.jsonl (.gz or .xz): get the"),
         (["--tasks", "piqa", "--data-dir", str(damaged)], "piqa.validation.jsonl, line 2: Expecting"),
         (["--tasks", "gsm8k", "--data-dir", str(questions), "--compile"], "--compile: needs a CUDA GPU"),
         (["--tasks", "piqa", "--data-dir", str(questions), "--batch-tokens", "0"], "--batch-tokens 0: give a whole"),

@@ -1,4 +1,4 @@
-"""`thoughtbubbles eval` from end to end: on small models that were trained, and on everything that can be wrong."""
+"""`thoughtbubbles eval` end to end: on small trained models, and with everything that can be wrong."""
 
 import json
 import subprocess
@@ -19,9 +19,9 @@ from thoughtbubbles.evals.autoregressive import through_cache, without_cache
 from thoughtbubbles.evals.figures import draw_perplexity
 from thoughtbubbles.evals.run import run, windows_for
 from thoughtbubbles.evals.settings import Evaluation
-from thoughtbubbles.recipes import recipe
 from thoughtbubbles.train.config import DataConfig
 from thoughtbubbles.train.loop import train
+from train.runs import tiny
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -38,8 +38,8 @@ def trained(tmp_path_factory, corpus) -> dict[str, Path]:
     """Runs of a few steps: causal selection, the paper's block selection, and plain."""
     torch.set_num_threads(1)
     folders = {}
-    for name in ("tiny", "tiny-paper", "tiny-plain"):
-        base = recipe(name)
+    for name in ("tiny", "tiny-block", "tiny-plain"):
+        base = tiny(name)
         forks = base.model.fork_layers and (1, 2)
         small = replace(base.model, n_layer=3, width=32, block_size=12, fork_layers=forks)
         folders[name] = tmp_path_factory.mktemp("runs") / name
@@ -64,7 +64,7 @@ def test_the_command(trained, corpus, tmp_path, capsys):
     out = tmp_path / "found"
     main(
         [
-            *("eval", "--checkpoint", str(trained["tiny-paper"]), "--tasks", "perplexity", "--data", str(corpus)),
+            *("eval", "--checkpoint", str(trained["tiny-block"]), "--tasks", "perplexity", "--data", str(corpus)),
             *("--windows", "3", "--tokens", "10", "--batch", "2", "--budget", "1.5", "--device", "cpu"),
             *("--dtype", "float64", "--out", str(out)),
         ]
@@ -91,9 +91,9 @@ def test_the_command(trained, corpus, tmp_path, capsys):
     assert "command" in results
     assert Path(results["checkpoint"]).name == "model"
 
-    settings = Evaluation(checkpoint=trained["tiny-paper"], data=corpus, windows=3, tokens=10)
-    model = load(trained["tiny-paper"], dtype=torch.float64)
-    windows = windows_for(settings, model.config, load_folder_tokenizer(trained["tiny-paper"]))
+    settings = Evaluation(checkpoint=trained["tiny-block"], data=corpus, windows=3, tokens=10)
+    model = load(trained["tiny-block"], dtype=torch.float64)
+    windows = windows_for(settings, model.config, load_folder_tokenizer(trained["tiny-block"]))
     ways = results["tasks"]["perplexity"]["ways"]
     for name, scores in (
         ("autoregressive", without_cache(model, windows, budget=1.5)),
@@ -106,7 +106,7 @@ def test_the_command(trained, corpus, tmp_path, capsys):
         assert ways[name]["tokens"] == 30
 
 
-def test_a_causal_model_beside_its_run(trained, corpus, capsys):
+def test_a_causal_model_and_its_run(trained, corpus, capsys):
     results = evaluate(trained["tiny"], corpus, dtype="float64")
     found = results["tasks"]["perplexity"]
     assert list(found["ways"]) == ["blockwise", "autoregressive"]
@@ -120,9 +120,9 @@ def test_a_causal_model_beside_its_run(trained, corpus, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny", "tiny-paper", "tiny-plain"])
+@pytest.mark.parametrize("name", ["tiny", "tiny-block", "tiny-plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_narrow_numbers_stay_near(trained, corpus, tmp_path, name, dtype):
+def test_bfloat16_stays_close(trained, corpus, tmp_path, name, dtype):
     wide = evaluate(trained[name], corpus, windows=2, dtype="float64", out=tmp_path / "wide")
     narrow = evaluate(trained[name], corpus, windows=2, dtype=dtype, out=tmp_path / "narrow")
     for way, expected in wide["tasks"]["perplexity"]["ways"].items():
@@ -172,11 +172,11 @@ def test_mistakes(trained, corpus, tmp_path, capsys):
     for arguments, message in (
         (["--tasks", "perplexitty"], "--tasks perplexitty: there is no such task; did you mean perplexity?"),
         (["--tasks", "xyz"], "--tasks xyz: there is no such task; choose from all, zero-shot, perplexity, lambada"),
-        ([], "--data is missing: perplexity needs validation text; give a folder that `thoughtbubbles prepare` wrote"),
+        ([], "--data is missing: perplexity needs validation text; give a folder written by `thoughtbubbles prepare`"),
         (["--data", str(text)], f"is a file: prepare it first: thoughtbubbles prepare {text} --out DIR"),
         (["--data", str(shard)], f"is a file: give its folder, {corpus}"),
         (["--data", str(tmp_path / "nowhere")], "is not a prepared dataset"),
-        (["--data", str(other), "--split", "train"], "made with tokenizer 'gpt2', but the model has learned the ids"),
+        (["--data", str(other), "--split", "train"], "made with tokenizer 'gpt2', but the model was trained with"),
         (["--data", str(corpus), "--split", "test"], "has no split 'test'"),
         (["--data", str(corpus), "--tokens", "13"], "--tokens 13: the model reads at most block_size = 12"),
         (["--data", str(corpus), "--windows", "0"], "--windows 0: give a whole number from 1 to"),

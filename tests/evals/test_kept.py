@@ -1,4 +1,4 @@
-"""What was found is neither lost nor taken for something else: by a run that fails, a fresh one, or another model."""
+"""Results are neither lost nor mixed up: by a run that fails, with --fresh, or with another model."""
 
 import math
 import shutil
@@ -24,7 +24,7 @@ from thoughtbubbles.model.config import ModelConfig
 
 
 def block_answers(checkpoint: Path, task: str) -> list[Path]:
-    """Folders where files of answers should be: the task opens, and fails later."""
+    """Puts folders in place of answer files: the task opens, and fails later."""
     paths = sorted((home_of(checkpoint / "model") / "answers").glob(f"{task}-*.jsonl"))
     for path in paths:
         path.unlink()
@@ -52,7 +52,7 @@ def test_numbers_of_a_task_that_fails_later_stay(checkpoint, questions, budgets,
     (found,) = written(checkpoint.parent / "eval").values()
     assert found["tasks"]["piqa"] == whole["tasks"]["piqa"]
     (path,) = checkpoint.parent.glob("eval/*/*/results.json")
-    path.write_text(path.read_text().replace('"kept"', '"lost"'))  # damaged: as if there were none
+    path.write_text(path.read_text().replace('"kept"', '"lost"'))  # damaged: as if it did not exist
     assert list(evaluate(checkpoint, questions, *tasks, budget=budgets)["tasks"]) == ["blimp"]
 
 
@@ -113,7 +113,7 @@ def test_a_model_that_is_saved_again_keeps_its_evaluations(questions, tmp_path):
         path: content for path, content in everything.items() if path.suffix == ".jsonl"
     }
     assert set(written(folder / "eval")) == {first["name"]}
-    assert evaluate(folder, questions)["tasks"]["piqa"]["answered_before"] == 0  # which are of other weights
+    assert evaluate(folder, questions)["tasks"]["piqa"]["answered_before"] == 0  # they are for other weights
 
 
 def test_a_fresh_start_with_few_documents_leaves_the_others(checkpoint, questions):
@@ -130,19 +130,19 @@ def test_the_newest_answer_counts_whoever_gave_it(tmp_path):
         assert Answers(tmp_path, "gsm8k", {"a": 1}).read()[7].scores == {"accuracy": right}
 
 
-def test_memory_that_a_cpu_does_not_have_is_trouble_like_any_other():
+def test_running_out_of_cpu_memory_is_an_error_like_any_other():
     def too_much() -> torch.Tensor:
         return torch.empty(1 << 55, dtype=torch.uint8)
 
     with pytest.raises(RuntimeError, match="memory"):
         too_much()
-    with pytest.raises(ValueError, match=r"^out of memory: give smaller batches"):
+    with pytest.raises(ValueError, match=r"^out of memory: use smaller batches"):
         agree(World(torch.device("cpu")), too_much)
-    with pytest.raises(RuntimeError, match="shape"):  # a fault of ours is no trouble
+    with pytest.raises(RuntimeError, match="shape"):  # a bug of ours is not caught
         agree(World(torch.device("cpu")), lambda: torch.ones(3).view(2))
 
 
-def test_text_behind_a_link_to_itself_does_not_cancel_the_others(checkpoint, questions, tmp_path):
+def test_a_looping_link_does_not_cancel_the_others(checkpoint, questions, tmp_path):
     (loop := tmp_path / "loop").symlink_to(loop)
     results = evaluate(checkpoint, questions, "perplexity", "piqa", data=loop)
     assert list(results["tasks"]) == ["piqa"]
@@ -161,7 +161,7 @@ def test_means_of_what_is_not_finite_or_nearly_not():
     assert mean_and_error([1.7e308, -1.7e308, -1.7e308])[1] is None
 
 
-def test_several_budgets_tell_what_was_cut_and_draw_the_parts(checkpoint, tmp_path, capsys):
+def test_several_budgets_report_truncation_and_draw_the_groups(checkpoint, tmp_path, capsys):
     benchmarks, out = tmp_path / "benchmarks", tmp_path / "out"
     benchmarks.mkdir()
     write(benchmarks, "blimp", [{**RECORDS["blimp"], "UID": name} for name in ("one", "two")])
@@ -169,14 +169,14 @@ def test_several_budgets_tell_what_was_cut_and_draw_the_parts(checkpoint, tmp_pa
     arguments = ["--tasks", "blimp", "lambada", "--data-dir", str(benchmarks), "--out", str(out), "--budget", "1", "2"]
     main(["eval", "--checkpoint", str(checkpoint), "--device", "cpu", *arguments])
     shown = capsys.readouterr().out
-    assert "With r = 1, LAMBADA: 1 of 1 documents were longer than the model's block and lost " in shown
+    assert "With r = 1, LAMBADA: 1 of 1 documents were longer than the model's context length; " in shown
     assert "With r = 1, LAMBADA: perplexity of the last word " in shown
     assert {path.name for path in out.glob("*.png")} == {"budgets.png", "benchmarks.png", "blimp-by-set.png"}
     assert f"{out / 'blimp-by-set.png'}" in shown
     assert "acc_norm" not in shown  # which the table does not have
 
 
-def test_pictures_of_ones_own_stay_where_they_are(checkpoint, questions, tmp_path):
+def test_other_pictures_stay_where_they_are(checkpoint, questions, tmp_path):
     (tmp_path / "loss-by-step.png").write_text("mine")
     benchmarks = Path(shutil.copytree(questions, tmp_path / "benchmarks"))
     write(benchmarks, "blimp", [{**RECORDS["blimp"], "UID": name} for name in ("one", "two")])

@@ -1,4 +1,4 @@
-"""log p(continuation | context): every token of the continuation counts, nothing else, and company changes nothing."""
+"""log p(continuation | context): exactly the tokens of the continuation count, and batching changes nothing."""
 
 import math
 import random
@@ -25,7 +25,7 @@ FORMS = {
 
 
 def some_queries(n: int = 32) -> list[Query]:
-    """Of all lengths, some longer than the block of 16 tokens."""
+    """Queries of all lengths, some longer than the context length of 16 tokens."""
     dice = random.Random(0)
     ids = lambda most: tuple(dice.randrange(23) for _ in range(dice.randint(1, most)))  # noqa: E731
     return [Query(ids(14), ids(8)) for _ in range(n)]
@@ -40,7 +40,7 @@ def bigram_model() -> Thoughtbubbles:
     with torch.no_grad():
         for parameter in model.blocks.parameters():
             parameter.zero_()
-        # Logits are scale·(±1, ∓1)·W^T + bias·W^T: the differences wanted are log 3 after 0 and −log 9 after 1.
+        # Logits are scale·(±1, ∓1)·W^T + bias·W^T: their differences must be log 3 after 0 and −log 9 after 1.
         model.embedding.weight.copy_(torch.tensor([[1.0, -1.0], [-1.0, 1.0]]))
         model.final_norm.weight.fill_((math.log(3) + math.log(9)) / 8 / (1 / math.sqrt(1 + 1e-5)))
         model.final_norm.bias.copy_(torch.tensor([1.0, -1.0]).double() * (math.log(3) - math.log(9)) / 8)
@@ -55,7 +55,7 @@ AFTER = {(0, 0): 3 / 4, (0, 1): 1 / 4, (1, 0): 1 / 10, (1, 1): 9 / 10}
     [((0,), (0,)), ((0,), (1,)), ((1,), (0, 1)), ((0, 1, 1), (0, 0, 1, 1)), ((1,) * 7, (0, 1)), ((0,), (1,) * 8)],
 )
 def test_a_model_that_can_be_worked_out_by_hand(context, continuation):
-    """An off-by-one shows: the first token of the continuation counts, the context does not, nothing after the end."""
+    """Catches off-by-one errors: the first token of the continuation counts, the context does not."""
     (found,) = log_likelihoods(bigram_model(), [Query(context, continuation)], vocab_size=2)
     pairs = list(zip((context[-1], *continuation[:-1]), continuation, strict=True))
     assert found.log_prob == pytest.approx(sum(math.log(AFTER[pair]) for pair in pairs), abs=SAME_FUNCTION)
@@ -66,7 +66,7 @@ def test_a_model_that_can_be_worked_out_by_hand(context, continuation):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_against_the_whole_distribution(form):
-    """The block's own selection and the proportional budget, also where the config says otherwise."""
+    """With the model's selection and the proportional budget, even if the config says otherwise."""
     model = lively_model(small_config(**FORMS[form])).requires_grad_(False)
     for query, found in zip(some_queries(12), log_likelihoods(model, some_queries(12), vocab_size=23), strict=True):
         row = torch.tensor([(*query.context, *query.continuation)])[:, -17:]
@@ -79,8 +79,8 @@ def test_against_the_whole_distribution(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_company_changes_nothing(form):
-    """32 rows together are 32 rows one by one, and the order of the requests plays no part."""
+def test_batching_changes_nothing(form):
+    """32 rows in a batch equal 32 single rows, in any order of the requests."""
     model, queries = lively_model(small_config(**FORMS[form])), some_queries()
     together = log_likelihoods(model, queries, vocab_size=23, batch_tokens=10**6)
     shuffled = random.Random(1).sample(range(32), 32)
@@ -100,11 +100,11 @@ def test_padding_of_the_vocabulary_is_never_the_likeliest():
     for vocab_size in (23, 4):
         found = log_likelihoods(model, queries, vocab_size=vocab_size)
         best[vocab_size] = [query.continuation[0] for query, f in zip(queries, found, strict=True) if f.greedy]
-        assert len(best[vocab_size]) == 5  # one token a context
+        assert len(best[vocab_size]) == 5  # one token per context
     assert max(best[4]) < 4 <= max(best[23])
 
 
-def test_a_budget_of_ones_own():
+def test_another_budget():
     model, queries = lively_model(small_config()).requires_grad_(False), some_queries(6)
     for budget in (1, 1.5, "4/3"):
         found = log_likelihoods(model, queries, vocab_size=23, budget=budget)
@@ -114,7 +114,7 @@ def test_a_budget_of_ones_own():
 
 
 def test_a_single_row_of_nan_is_an_error():
-    """Which no comparison would show: NaN is not below any other loss."""
+    """Comparisons would not show it: NaN is not below any other loss."""
     model = lively_model(small_config(fork_layers=())).requires_grad_(False)
     model.embedding.register_forward_hook(lambda _, ids, x: x.masked_fill((ids[0] == 7)[..., None], math.nan))
     queries = [Query((1, 2), (3,)), Query((1, 7), (3,)), Query((4, 5), (6,))]
@@ -123,7 +123,7 @@ def test_a_single_row_of_nan_is_an_error():
         log_likelihoods(model, queries, vocab_size=23)
 
 
-def test_progress_is_told():
+def test_progress_is_reported():
     shares = []
     log_likelihoods(lively_model(small_config()), some_queries(10), vocab_size=23, report=shares.append)
     assert shares == sorted(shares)
@@ -151,7 +151,7 @@ def test_batches_hold_every_row_once_within_the_limit(sizes, limit):
 class TestEncoding:
     @given(context=st.text(max_size=12), continuation=st.text(min_size=1, max_size=12))
     def test_a_pair_is_one_text(self, name, context, continuation):
-        """The rule of lm-evaluation-harness, written out; the shortcut for words must not show."""
+        """The rule of lm-evaluation-harness, written out; the shortcut for words must give the same."""
         tok = tokenizer(name)
         for follows in (continuation, f" {continuation}"):
             query = encode_pair(tok, context, follows)
@@ -178,7 +178,7 @@ def test_mistakes():
     for query, message in (
         (Query((), (1,)), "query 1 has an empty context: give at least one token"),
         (Query((1,), ()), "query 1 has an empty continuation"),
-        (Query((1,), ids), "a continuation of 17 tokens, more than block_size = 16: a context can be shortened, but"),
+        (Query((1,), ids), "a continuation of 17 tokens, more than block_size = 16: a context can be truncated, a"),
     ):
         with pytest.raises(ValueError, match=message):
             log_likelihoods(model, [Query((1,), (2,)), query], vocab_size=23)

@@ -1,4 +1,4 @@
-"""Where results lie, several budgets side by side, and tasks that cannot run."""
+"""Folders of results, several budgets in one evaluation, and tasks that cannot run."""
 
 import io
 import json
@@ -50,7 +50,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory) -> Path:
-    """Of two benchmarks, three documents each."""
+    """Questions of two benchmarks, three documents each."""
     folder = tmp_path_factory.mktemp("benchmarks")
     write(folder, "piqa", [{**RECORDS["piqa"], "goal": f"Open {what}"} for what in ("a jar", "a door", "a box")])
     good = ("Cats sleep.", "Dogs bark.", "They sing.")
@@ -87,10 +87,10 @@ def written(place: Path) -> dict[str, dict]:
     return {path.parent.name: json.loads(path.read_text()) for path in place.glob("**/results.json")}
 
 
-# Where results lie
+# Folders of results
 
 
-def test_other_settings_lie_side_by_side_and_say_what_they_are(checkpoint, questions, corpus, tmp_path):
+def test_other_settings_have_separate_named_folders(checkpoint, questions, corpus, tmp_path):
     text = {"data": corpus, "windows": 2, "tokens": 8}
     asked = [
         (("piqa",), {}, "piqa-float64"),
@@ -108,7 +108,7 @@ def test_other_settings_lie_side_by_side_and_say_what_they_are(checkpoint, quest
 
 
 def test_the_name_follows_what_the_numbers_depend_on(corpus, questions, tmp_path):
-    """Settings by settings, and content by content: other text or questions in the same place are something else."""
+    """It changes with every setting, and with the content of the text and the questions."""
     model = lively_model(ModelConfig(**SHAPE), dtype=torch.float32)
     benchmarks, text = shutil.copytree(questions, tmp_path / "benchmarks"), shutil.copytree(corpus, tmp_path / "corpus")
 
@@ -137,7 +137,7 @@ def test_the_name_follows_what_the_numbers_depend_on(corpus, questions, tmp_path
 
 
 def test_answers_are_shared_by_all_lists_and_names(checkpoint, questions):
-    """A checkpoint is one, whether its run, its step or its model is named; and it is whole afterwards."""
+    """A checkpoint is the same by the name of its run, its step or its model; and it is undamaged afterwards."""
     run_folder = checkpoint.parent
     evaluate(run_folder, questions, "piqa", "blimp")
     link = run_folder / "latest"
@@ -154,8 +154,8 @@ def test_answers_are_shared_by_all_lists_and_names(checkpoint, questions):
     load(alone)
 
 
-def test_other_weights_of_the_same_name_have_results_of_their_own(checkpoint, questions):
-    """A run that was begun anew: answers and results of the old weights are neither used nor lost."""
+def test_other_weights_of_the_same_name_have_separate_results(checkpoint, questions):
+    """A run that was started again: answers and results of the old weights are neither used nor lost."""
     first = evaluate(checkpoint, questions)
     shutil.rmtree(checkpoint)
     save(checkpoint / "model", seed=5)
@@ -165,14 +165,14 @@ def test_other_weights_of_the_same_name_have_results_of_their_own(checkpoint, qu
     assert first["weights"] != second["weights"]
 
 
-def test_a_folder_of_ones_own_loses_nothing(checkpoint, questions, tmp_path, capsys):
+def test_a_given_folder_loses_nothing(checkpoint, questions, tmp_path, capsys):
     out = tmp_path / "out"
     few = evaluate(checkpoint, questions, out=out, limit=2)
     assert evaluate(checkpoint, questions, out=out, limit=2)["name"] == few["name"]
     assert set(written(out)) == {"out"}
     whole = evaluate(checkpoint, questions, out=out)
     assert whole["tasks"]["piqa"]["answered_before"] == 2
-    assert f"they are in {out / few['name']} now" in capsys.readouterr().err
+    assert f"moved them to {out / few['name']}." in capsys.readouterr().err
     assert {name: found["name"] for name, found in written(out).items()} == {
         "out": whole["name"],
         few["name"]: few["name"],
@@ -184,7 +184,7 @@ def test_a_folder_of_ones_own_loses_nothing(checkpoint, questions, tmp_path, cap
 @pytest.mark.parametrize(
     "content", ['{"name": "../../x"}', '{"results": {}}', '{"name": ["x"]}', "[1]", "{", "[" * 10**5]
 )
-def test_a_file_that_is_no_evaluation_is_not_touched(checkpoint, questions, tmp_path, content):
+def test_a_file_that_is_not_an_evaluation_is_not_touched(checkpoint, questions, tmp_path, content):
     path = tmp_path / "results.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=r"results\.json.*: move it away, or give another --out"):
@@ -208,7 +208,7 @@ def test_places_that_cannot_be_written_or_read(checkpoint, questions, corpus, tm
         (["--tasks", "piqa", "--data-dir", long], "File name too long): give the folder with the benchmarks"),
         (["--tasks", "piqa", "--data-dir", str(loop)], f"--data-dir {loop}: "),
         ([*text, str(pipe)], f"{pipe}"),
-        ([*text, long], "File name too long): give a folder that `thoughtbubbles prepare` wrote"),
+        ([*text, long], "File name too long): give a folder written by `thoughtbubbles prepare`"),
         ([*text, str(loop)], f"{loop}"),
     ):
         with pytest.raises(SystemExit) as stopped:
@@ -218,7 +218,7 @@ def test_places_that_cannot_be_written_or_read(checkpoint, questions, corpus, tm
         assert "\n" not in told
         assert len(told) < 1000
     (checkpoint.parent / "eval").write_text("in the way")
-    with pytest.raises(ValueError, match=r"cannot be written \(.*\); give another place with --out DIR"):
+    with pytest.raises(ValueError, match=r"cannot be written \(.*\); give another folder with --out DIR"):
         evaluate(checkpoint, questions)
 
 
@@ -226,7 +226,7 @@ def test_places_that_cannot_be_written_or_read(checkpoint, questions, corpus, tm
 def test_a_read_only_checkpoint(checkpoint, questions, tmp_path):
     checkpoint.parent.chmod(0o555)
     try:
-        with pytest.raises(ValueError, match=r"cannot be written \(Permission denied\); give another place with --out"):
+        with pytest.raises(ValueError, match=r"cannot be written \(Permission denied\); give another folder with"):
             evaluate(checkpoint, questions)
         evaluate(checkpoint, questions, out=tmp_path / "out")
     finally:
@@ -243,7 +243,7 @@ def good_lines(checkpoint: Path, questions: Path) -> tuple[Path, list[str]]:
 
 
 def test_damaged_answers_are_left_out(tmp_path):
-    """Also where a line is JSON as before, and only its marks are others."""
+    """Even if a line is still valid JSON and only its scores have changed."""
     good = score_choices(PIQA, [Likelihood(-1.0, 2, False, 0), Likelihood(-2.0, 1, False, 0)])
     with Answers(tmp_path, "piqa", {"a": 1}) as answers:
         answers.add(0, good)
@@ -269,7 +269,7 @@ def test_damaged_answers_are_left_out(tmp_path):
     for line in damaged:
         path.write_bytes(b"\n".join([header, line, last]) + b"\n")
         assert Answers(tmp_path, "piqa", {"a": 1}).read() == {1: good}, line[:80]
-    path.write_bytes(b"\n".join([header, first, last]))  # cut short by one byte
+    path.write_bytes(b"\n".join([header, first, last]))  # truncated by one byte
     assert Answers(tmp_path, "piqa", {"a": 1}).read() == {0: good}
     path.write_bytes(b"\n".join([b"another header", first, last]) + b"\n")
     assert Answers(tmp_path, "piqa", {"a": 1}).read() == {}
@@ -328,7 +328,7 @@ def test_an_answer_to_something_else_does_not_fit():
     assert not fits(PIQA, free)
 
 
-def test_a_damaged_answer_is_given_again(checkpoint, questions):
+def test_a_damaged_answer_is_computed_again(checkpoint, questions):
     whole = evaluate(checkpoint, questions)["tasks"]["piqa"]
     path, (header, first, *others) = good_lines(checkpoint, questions)
     wrong = {**json.loads(first), "scores": dict.fromkeys(json.loads(first)["scores"], 0.5)}
@@ -338,7 +338,7 @@ def test_a_damaged_answer_is_given_again(checkpoint, questions):
     assert again["accuracy"] == whole["accuracy"]
 
 
-def test_two_commands_at_once_do_not_cut_each_others_answers(tmp_path):
+def test_concurrent_commands_do_not_truncate_each_others_answers(tmp_path):
     def answer(right: float) -> Answer:
         return Answer(scores={"accuracy": right}, text="x")
 
@@ -426,7 +426,7 @@ def test_every_budget_of_the_list_is_checked_first(checkpoint, questions):
     assert not (checkpoint.parent / "eval").exists()
 
 
-def test_a_budget_that_is_no_limit_says_so(checkpoint, questions, capsys):
+def test_a_budget_that_is_not_a_limit_says_so(checkpoint, questions, capsys):
     evaluate(checkpoint, questions, budget=("1", "99"), limit=1)
     assert "budget = 99: " in capsys.readouterr().err
 
@@ -434,14 +434,14 @@ def test_a_budget_that_is_no_limit_says_so(checkpoint, questions, capsys):
 def test_the_harness_takes_one_budget():
     with pytest.raises(ValueError, match="--budget 1 2: with --harness give one, or leave out --harness"):
         Evaluation(checkpoint=Path("x"), tasks=("piqa",), harness=True, budget=("1", "2"))
-    Evaluation(checkpoint=Path("x"), tasks=("perplexity",), harness=True, budget=("1",))  # its names are its own
+    Evaluation(checkpoint=Path("x"), tasks=("perplexity",), harness=True, budget=("1",))  # it has its own task names
 
 
 # Tasks that cannot run
 
 
 def test_one_that_cannot_run_does_not_cancel_the_others(checkpoint, questions, corpus, tmp_path, capsys):
-    """A missing file, a damaged one, a choice longer than the block, text of another tokenizer: all told at the end."""
+    """A missing or damaged file, a choice longer than the context length, text of another tokenizer: all reported."""
     benchmarks = shutil.copytree(questions, tmp_path / "benchmarks")
     write(benchmarks, "lambada", [RECORDS["lambada"], "{"])
     write(benchmarks, "arc_easy", [{**RECORDS["arc_easy"], "choices": ["a", "b" * 100]}])
@@ -470,7 +470,7 @@ def test_one_that_cannot_run_does_not_cancel_the_others(checkpoint, questions, c
     assert results["tasks"]["piqa"]["documents"] == 3
     shown = capsys.readouterr()
     for name, reason in {
-        "perplexity": "made with tokenizer 'gpt2', but the model has learned the ids of 'bytes'",
+        "perplexity": "made with tokenizer 'gpt2', but the model was trained with 'bytes'",
         "lambada": "lambada_openai.test.jsonl, line 2: ",
         "arc_easy": "document 0: a choice has 101 tokens, more than the model's block_size = 64",
         "hellaswag": "has no hellaswag.validation.jsonl",
@@ -487,7 +487,7 @@ def test_one_that_fails_later_does_not_cancel_the_others(checkpoint, questions):
     path.unlink()
     path.mkdir()
     results = evaluate(checkpoint, questions, "piqa", "blimp")
-    assert results["failed"] == {"piqa": f"{path} is not a file: delete it; what it held is answered again"}
+    assert results["failed"] == {"piqa": f"{path} is not a file: delete it; its documents are answered again"}
     assert results["tasks"]["blimp"]["documents"] == 3
 
 
@@ -503,7 +503,7 @@ def test_where_nothing_can_run_nothing_is_written(checkpoint, questions, tmp_pat
 
 @pytest.mark.slow
 def test_ranks_agree_on_what_cannot_run(checkpoint, questions):
-    """Trouble that one rank alone has is the same for all; nobody waits, and the other tasks run."""
+    """An error on one rank is an error on all; no rank waits, and the other tasks run."""
     path, _ = good_lines(checkpoint, questions)
     path.unlink()
     path.with_name(path.name.replace(".jsonl", ".rank-1.jsonl")).mkdir()

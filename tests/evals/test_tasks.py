@@ -1,4 +1,4 @@
-"""Benchmarks: what is asked, how it is marked, and what happens to files that are missing or damaged."""
+"""Benchmarks: their prompts, their scores, and what happens if files are missing or damaged."""
 
 import gzip
 import json
@@ -84,7 +84,7 @@ def test_what_is_asked():
     assert asked["gsm8k"][:2] == ("How many?\n", "1,012")
 
 
-def test_training_stories_are_no_benchmark():
+def test_training_stories_are_not_in_the_benchmark():
     assert TASKS["clutrr"].document({**RECORDS["clutrr"], "split": "train"}) is None
 
 
@@ -118,14 +118,14 @@ def found(*sums: tuple[float, int]) -> list[Likelihood]:
 
 
 def test_four_ways_to_be_right():
-    """Each way prefers another choice: of 1, 8, 2 and 4 characters (one of three bytes) and other numbers of tokens."""
+    """Each metric picks another choice: of 1, 8, 2 and 4 characters (one of three bytes) and different token counts."""
     document = Choices("?", (" a", " bbbbbbbb", " é€", " cccc"), 0)
     sums = found((-2.0, 1), (-8.5, 6), (-3.0, 2), (-4.4, 3))
     best = {
-        "accuracy": 1,  # −1.42 a token
+        "accuracy": 1,  # −1.42 per token
         "accuracy_sum": 0,
-        "accuracy_character": 1,  # −1.06 a character
-        "accuracy_byte": 2,  # −0.6 a byte
+        "accuracy_character": 1,  # −1.06 per character
+        "accuracy_byte": 2,  # −0.6 per byte
     }
     for gold in range(4):
         marks = scores(document._replace(gold=gold), sums)
@@ -142,7 +142,7 @@ def test_a_last_word():
 
 
 @pytest.mark.parametrize("cuts", [(3, 7, 0), (7, 3, 0), (0, 3, 7)])
-def test_the_most_shortened_choice_tells_how_many_tokens_were_cut(cuts):
+def test_the_most_truncated_choice_counts(cuts):
     likelihoods = [Likelihood(-1.0, 2, False, cut) for cut in cuts]
     assert score_choices(Choices("text", (" a", " b", " c"), 0), likelihoods).truncated == 7
 
@@ -195,7 +195,7 @@ def test_a_part_is_spread_evenly_and_known_by_its_content(tmp_path):
     assert open_benchmark(TASKS["blimp"], tmp_path, limit=4).checksum != few.checksum
 
 
-def test_all_sets_of_an_exam_count(tmp_path):
+def test_all_sets_of_a_benchmark_count(tmp_path):
     for name, suffix in (("one", ".jsonl"), ("two", ".jsonl.xz"), ("two", ".jsonl")):
         path = write(tmp_path, "clutrr", [RECORDS["clutrr"], {**RECORDS["clutrr"], "split": "train"}], suffix=suffix)
         path.rename(tmp_path / f"clutrr.data_{name}{suffix}")
@@ -205,9 +205,9 @@ def test_all_sets_of_an_exam_count(tmp_path):
     assert len(open_benchmark(TASKS["clutrr"], tmp_path).documents) == 2
 
 
-def test_a_missing_file_says_what_to_fetch(tmp_path):
+def test_a_missing_file_says_what_to_download(tmp_path):
     with pytest.raises(
-        ValueError, match=r"hellaswag: .* has no hellaswag.validation.jsonl .*get the set from https://"
+        ValueError, match=r"hellaswag: .* has no hellaswag.validation.jsonl .*get the dataset from https://"
     ):
         find_files(TASKS["hellaswag"], tmp_path)
     with pytest.raises(ValueError, match="with the fields activity_label, ctx_a, ctx_b, endings, label"):
@@ -218,7 +218,7 @@ def test_the_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("THOUGHTBUBBLES_DATA", raising=False)
     with pytest.raises(ValueError, match="--data-dir is missing: give the folder with the benchmarks"):
         data_folder(None)
-    with pytest.raises(ValueError, match="there is no such folder"):
+    with pytest.raises(ValueError, match="does not exist: give the folder"):
         data_folder(tmp_path / "nowhere")
     monkeypatch.setenv("THOUGHTBUBBLES_DATA", str(tmp_path))
     assert data_folder(None) == tmp_path
@@ -228,7 +228,7 @@ def test_the_folder(tmp_path, monkeypatch):
     ("name", "line", "message"),
     [
         ("piqa", '{"goal": "x"', "line 2: Expecting ',' delimiter"),
-        ("piqa", "[1]", "line 2: a list, not an object; there must be one JSON object per line"),
+        ("piqa", "[1]", "line 2: a list, not an object; expected one JSON object per line"),
         ("piqa", {"goal": "x"}, "line 2: the field 'sol1' is missing; a line has goal, sol1, sol2, label"),
         ("piqa", {**RECORDS["piqa"], "label": 2}, "line 2: label is 2: it must be a number from 0 to 1"),
         ("piqa", {**RECORDS["piqa"], "goal": 3}, "line 2: goal is 3: it must be text"),
@@ -243,7 +243,7 @@ def test_the_folder(tmp_path, monkeypatch):
         ("clutrr", {**RECORDS["clutrr"], "query": "(" * 100_000}, r"line 2: query is '\(\(.*…: it must be a pair"),
         ("clutrr", {**RECORDS["clutrr"], "query": "('a', 'b', 'c')"}, "line 2: query is .*: it must be a pair"),
         ("clutrr", {**RECORDS["clutrr"], "query": "(9**9**9, 'b')"}, "line 2: query is .*: it must be a pair"),
-        ("clutrr", {**RECORDS["clutrr"], "task_name": f"task_1.{'9' * 5000}"}, "line 2: target is .*…: they are none"),
+        ("clutrr", {**RECORDS["clutrr"], "task_name": f"task_1.{'9' * 5000}"}, "line 2: target is .*…: not a relation"),
         ("clutrr", {**RECORDS["clutrr"], "split": ["test"]}, r"line 2: split is \['test'\]: it must be text"),
         ("piqa", {**RECORDS["piqa"], "label": "9" * 5000}, "line 2: label is '9{99}…: it must be a number"),
         ("piqa", {**RECORDS["piqa"], "goal": ["x" * 100_000]}, r"line 2: goal is \['x{98}…: it must be text"),
@@ -258,28 +258,28 @@ def test_the_folder(tmp_path, monkeypatch):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_damaged_line_is_told_by_its_number(tmp_path, name, line, message):
+def test_a_damaged_line_is_reported_with_its_number(tmp_path, name, line, message):
     path = write(tmp_path, name, [RECORDS[name], line])
     with pytest.raises(ValueError, match=rf"{path.name}, {message}"):
         open_benchmark(TASKS[name], tmp_path)
 
 
 def test_a_line_without_an_end(tmp_path, monkeypatch):
-    """A few kilobytes may unpack to a line that fills the memory: it is read up to a limit, and refused."""
+    """A few kilobytes may expand to a line that fills the memory: it is read up to a limit, and rejected."""
     path = tmp_path / f"{TASKS['piqa'].file}.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(RECORDS["piqa"]).encode() + b"\n" + b"1" * (LINE_BYTES + 1)))
     with pytest.raises(ValueError, match=rf"line 2: it has {LINE_BYTES:,} bytes or more"):
         open_benchmark(TASKS["piqa"], tmp_path)
 
 
-def test_marks_are_taken_off_as_the_harness_does():
+def test_markers_are_removed_as_in_the_harness():
     texts = ["a [b] c", "[a][b]", "[a", "a]b[c]", "[[a]b]", "[a\nb] c", "x [title] y [", "a  b [ c ]  d", ""]
     texts += ["".join(random.Random(seed).choices("[]a \n", k=30)) for seed in range(200)]
     for text in texts:
         expected = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
         assert cleaned(text) == expected
     begun = time.monotonic()
-    cleaned("[" * 10**6)  # which that pattern takes minutes for
+    cleaned("[" * 10**6)  # a regular expression would take minutes
     assert time.monotonic() - begun < 2
 
 
@@ -297,7 +297,7 @@ def test_a_line_that_is_not_utf8(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.xz"])
 def test_every_damage_of_a_packed_file_is_one_line(tmp_path, suffix):
-    """Each byte turned, and the file cut at each place: read, or refused with the name of the file."""
+    """Each byte flipped, and the file truncated at each position: read, or rejected with the name of the file."""
     path = write(tmp_path, "piqa", [RECORDS["piqa"]] * 3, suffix=suffix)
     whole = path.read_bytes()
     turned = [whole[:i] + bytes([whole[i] ^ 0x55]) + whole[i + 1 :] for i in range(len(whole))]
@@ -309,13 +309,13 @@ def test_every_damage_of_a_packed_file_is_one_line(tmp_path, suffix):
         except ValueError as error:
             told.append(str(error))
     assert len(told) > len(whole)
-    assert [line for line in told if path.name not in line and "hold no document" not in line] == []
+    assert [line for line in told if path.name not in line and "have no document" not in line] == []
 
 
 def test_what_is_not_a_file(tmp_path):
     name = f"{TASKS['piqa'].file}.jsonl"
     os.mkfifo(tmp_path / name)
-    with pytest.raises(ValueError, match=rf"{name} is not a file"):  # and nobody waits for a writer
+    with pytest.raises(ValueError, match=rf"{name} is not a file"):  # does not block
         open_benchmark(TASKS["piqa"], tmp_path)
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
@@ -326,10 +326,10 @@ def test_what_is_not_a_file(tmp_path):
 def test_a_damaged_file(tmp_path):
     path = write(tmp_path, "piqa", [RECORDS["piqa"]] * 500, suffix=".jsonl.gz")
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"cannot be decompressed .*; fetch it again"):
+    with pytest.raises(ValueError, match=r"cannot be decompressed .*; download it again"):
         open_benchmark(TASKS["piqa"], tmp_path)
     write(tmp_path, "clutrr", [{**RECORDS["clutrr"], "split": "train"}])
-    with pytest.raises(ValueError, match="hold no document of the benchmark"):
+    with pytest.raises(ValueError, match="have no document of the benchmark"):
         open_benchmark(TASKS["clutrr"], tmp_path)
 
 

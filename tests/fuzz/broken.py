@@ -1,6 +1,6 @@
-"""Readers that are wrong on purpose, one for each kind of finding: the fuzzer has to find them out.
+"""Readers that are wrong on purpose, one per kind of finding: the fuzzer must detect them.
 
-All read a file of JSON with a checksum of nothing, and go wrong only where the file has changed.
+All read a JSON file without a checksum, and go wrong only if the file has changed.
 """
 
 import json
@@ -50,7 +50,7 @@ def _allocate(path: Path) -> Any:
 
 
 def _hidden(path: Path) -> Any:
-    """An error whose class hides what it was: what torch and NumPy say of too much memory."""
+    """An error whose class hides its cause: how torch and NumPy report too little memory."""
     raise ValueError(f"{path} cannot be read (Unable to allocate 2.00 GiB)")
 
 
@@ -66,9 +66,9 @@ broken_part = _base(lambda path: _raise(ValueError("profile.json is damaged")))
 broken_warning = _base(_warn)
 broken_pickle = _base(_unpickle)
 broken_blind = _base(lambda path: "another result")
-broken_nothing = _base(lambda path: _raise(ValueError(f"{path} is damaged: take another")))
+broken_nothing = _base(lambda path: _raise(ValueError(f"{path} is damaged: use another")))
 
 
 def broken_call(folder: Path) -> Sequence[CallBase]:
-    """What is called rather than read."""
+    """A function that is called, not a file that is read."""
     return [CallBase(arguments={"size": 3}, call=lambda given: given["size"] + 1, reason="another size")]

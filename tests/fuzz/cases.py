@@ -1,4 +1,4 @@
-"""What is fuzzed, and how an input comes about: input n of a reader under a seed is a function of these three alone."""
+"""The inputs of the fuzzer: input n of a reader is a pure function of reader, seed and n."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from typing import Any
 
 from mutate import NASTY, Fault, Files, mutate_files, mutate_tree
 
-SUBJECT = "subject"  # the folder in which the files of an input lie, as messages name it
+SUBJECT = "subject"  # the folder with the files of an input, as messages name it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,33 +20,33 @@ class Case:
     """One input."""
 
     run: Callable[[Path], Any]
-    """Gives it to the reader, with a folder to lie in; what comes back can be compared."""
+    """Passes the input to the reader, in a given folder; returns something that can be compared."""
     names: Sequence[str]
-    """A refusal has to contain one of these: the file or folder, or the field."""
+    """An error message must contain one of these: the file or folder, or the field."""
     notes: Sequence[str]
-    """What was done to it, in words."""
+    """The mutation, in words."""
     reason: str | None
-    """Why a result that differs from that of the unchanged input is right; None: it is not."""
+    """Why a result that differs from that of the unchanged input is acceptable; None: it is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileBase:
-    """Files that a reader accepts, from which inputs are made by mutation."""
+    """Valid files of a reader, from which inputs are made by mutation."""
 
     files: Files
     read: Callable[[Path], Any]
     at: str = ""
-    """What the reader is given, inside the folder; by default the folder."""
+    """The path passed to the reader, inside the folder; by default the folder."""
     is_given: bool = True
     """Whether the path comes from outside, and may itself be wrong."""
     aim: tuple[str, ...] = ("*",)
     """Patterns of the files that are mutated."""
     checked: tuple[str, ...] = ()
-    """Patterns of files whose every change a checksum has to show."""
+    """Patterns of files in which a checksum must detect every change."""
     reason: str
-    """Why a change of other files may change the result."""
+    """Why a change of the other files may change the result."""
     repair: Callable[[Files, list[str]], Files] | None = None
-    """Makes checksums right again after the named files have changed: so deeper code is reached."""
+    """Recomputes checksums after the named files have changed, to reach deeper code."""
 
     def unchanged(self) -> Case:
         return Case(run=lambda folder: self._run(folder, self.files, self.at), names=(), notes=(), reason="")
@@ -76,18 +76,18 @@ class FileBase:
 
 @dataclass(frozen=True, kw_only=True)
 class CallBase:
-    """Arguments as plain data, for what is called and not read."""
+    """Arguments as plain data, for functions that are called."""
 
     arguments: dict[str, Any]
     call: Callable[[dict[str, Any]], Any]
     names: Sequence[str] = ()
-    """What a refusal may name besides the arguments."""
+    """What an error message may name in addition to the arguments."""
     nasty: tuple[Any, ...] = NASTY
     reason: str
     may_lack: bool = False
-    """Whether arguments may be left out: where they come from a file, and Python does not itself ask for them."""
+    """Whether arguments may be left out: if they come from a file, and Python itself does not require them."""
     is_refused: bool = False
-    """The arguments are refused as they are, so that nothing long begins; and what is wrong with others comes first."""
+    """The unchanged arguments are rejected too, so that nothing long starts; errors in others are reported first."""
 
     def unchanged(self) -> Case:
         return Case(run=self._run_unchanged, names=(), notes=(), reason="")
@@ -138,7 +138,7 @@ def shown(value: Any) -> str:
 
 
 def lay(folder: Path, files: Files) -> None:
-    """Puts files where nothing but them will be."""
+    """Writes files into an otherwise empty folder."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)

@@ -1,13 +1,13 @@
-"""The fuzzer: thousands of mutated files and hostile calls, none of which may end in anything but a clean answer.
+"""The fuzzer: thousands of mutated files and hostile calls, each of which must end in a clean answer.
 
     python tests/fuzz/fuzz.py                                  1,000 inputs of every reader (of slow ones fewer)
     python tests/fuzz/fuzz.py --minutes 60 --seed 7            for an hour
     python tests/fuzz/fuzz.py --reader shards --inputs 20000   one reader
     python tests/fuzz/fuzz.py --reader shards --seed 7 --only 1234    one input, as a finding prints it
 
-A clean answer is a ValueError of one line that names the file or field, or a result. A finding is anything else:
-another exception, more than 2 seconds, more than a GiB, a warning, an executed pickle, a change that a checksum covers
-and nobody noticed. The exit status is 1 if there are findings.
+A clean answer is a one-line ValueError that names the file or field, or a result. A finding is anything else: another
+exception, more than 2 seconds, more than a GiB, a warning, an executed pickle, an undetected change of a file with a
+checksum. The exit code is 1 if there are findings.
 """
 
 import argparse
@@ -29,14 +29,14 @@ from tally import Tally, findings, numbers, table
 
 HERE = Path(__file__).resolve().parent
 HANG_SECONDS = 2.0
-STRETCH = 500  # inputs that are asked for at once
-# Of the inputs: these take longer than others, which take about a millisecond.
+STRETCH = 500  # inputs per request
+# Share of the inputs: these take longer than others, which take about a millisecond.
 SHARE = {"models": 0.2, "cards": 0.2, "authors": 0.2, "calls": 0.2, "hf": 0.2, "requests": 0.1, "runs": 0.02}
 SHARE |= {"commands": 0.01}
 
 
 class Worker:
-    """The process that reads, started anew whenever an input has ended it."""
+    """The process that reads, restarted whenever an input has killed it."""
 
     def __init__(self, scratch: Path, *, seconds: float):
         self.scratch, self.seconds = scratch, seconds
@@ -51,7 +51,7 @@ class Worker:
         self.errors.close()
 
     def read(self, reader: str, seed: int, first: int, stop: int) -> Iterator[list[str]]:
-        """The answers to a stretch of inputs. One that kills is tried again: the machine may just have been busy."""
+        """The answers to a range of inputs. One that kills is tried again: the machine may just have been busy."""
         asked = False
         for number in range(first, stop):
             if not asked:
@@ -68,7 +68,7 @@ class Worker:
             self.errors.truncate()
             self._process = subprocess.Popen(
                 start_worker(self.scratch, self.seconds),
-                cwd=self.scratch,  # what a reader writes by mistake goes there
+                cwd=self.scratch,  # stray output of readers goes there
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.errors,
@@ -118,7 +118,7 @@ def environment(scratch: Path) -> dict[str, str]:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """In memory where the system has such a place."""
+    """In memory if the system has such a folder."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=memory if os.access(memory, os.W_OK) else None))
     try:
@@ -136,7 +136,7 @@ def fuzz(
     seconds: float = HANG_SECONDS,
     progress: bool = False,
 ) -> dict[str, Tally]:
-    """So many inputs of each reader; with minutes, as many rounds of it as fit."""
+    """The given number of inputs per reader; with minutes, as many rounds as fit."""
     tallies = {name: Tally() for name in readers}
     begun = time.monotonic()
     with scratch_folder() as scratch, Worker(scratch, seconds=seconds) as worker:
@@ -160,7 +160,7 @@ def fuzz(
 
 
 def show_one(reader: str, seed: int, number: int, *, seconds: float) -> int:
-    """In a process of its own; the files stay."""
+    """In a separate process; the files stay."""
     folder = Path(tempfile.mkdtemp(prefix=f"fuzz-{reader}-{seed}-{number}-"))
     command = [*start_worker(folder, seconds), reader, str(seed), str(number)]
     return subprocess.run(command, cwd=folder, env=environment(folder), check=False).returncode

@@ -1,4 +1,4 @@
-"""What became of an input. A reader refuses it in one line that names it, or accepts it; anything else is a finding."""
+"""Judges an input: a reader rejects it in one line that names it, or accepts it; anything else is a finding."""
 
 import os
 import re
@@ -18,7 +18,7 @@ MEMORY = re.compile(r"allocat|out of memory", re.IGNORECASE)
 
 class Outcome(NamedTuple):
     kind: str  # "refused", "unchanged", "changed" or "finding"
-    about: str = ""  # of a change the reason why it is right; of a finding what it is
+    about: str = ""  # of a change, why it is acceptable; of a finding, what it is
     where: str = ""  # of a finding: the line of the package it comes from
     message: str = ""
 
@@ -32,7 +32,7 @@ def judge(case: Case, folder: Path, expected: Any) -> Outcome:
         outcome = Outcome("finding", "too much memory", where(error), str(error))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # torch's checkpoint errors are no Exceptions, nor is SystemExit
+    except BaseException as error:  # torch's checkpoint errors are not Exceptions, nor is SystemExit
         outcome = _refusal(case, error)
     else:
         outcome = _acceptance(case, found, expected)
@@ -80,7 +80,7 @@ def _refusal(case: Case, error: BaseException) -> Outcome:
 
 
 def names(name: str, message: str) -> bool:
-    """As a word of its own: "stop" does not name `top`."""
+    """As a separate word: "stop" does not name `top`."""
     return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message) is not None
 
 
@@ -100,7 +100,7 @@ def _text(error: BaseException) -> str:
 
 
 def where(error: BaseException) -> str:
-    """The innermost line of the package; of another one, if it was not passed through at all."""
+    """The innermost line in the package, or in another one if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if f"/{PACKAGE}/" in frame.filename] or frames
     return f"{short(ours[-1].filename)}:{ours[-1].lineno}" if ours else ""

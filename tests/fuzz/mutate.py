@@ -1,7 +1,7 @@
-"""Mutations: what a bad disk, a bad copy, an old tool or a bad person does to files.
+"""Mutations: what a bad disk, a bad copy, an old tool or an attacker does to files.
 
-Everything is a function of the random numbers it is given. Files are a dictionary from names to contents, and a file
-may be something else under its name: a folder, a link that leads nowhere, a pipe that nobody writes to.
+Everything is a function of the given random numbers. Files are a dictionary from names to contents; something else may
+have the name of a file: a folder, a broken link, a pipe without a writer.
 """
 
 import json
@@ -14,7 +14,7 @@ from packed import PACKINGS, mutate_npz, mutate_safetensors, pickle_bomb, torch_
 
 
 class Fault(Enum):
-    """What may lie where a file should."""
+    """What may be in place of a file."""
 
     FOLDER = "a folder"
     LOOP = "a link to itself"
@@ -26,7 +26,7 @@ Files = dict[str, bytes | Fault]
 
 
 class Raw(NamedTuple):
-    """JSON text as it is: what json.dumps would not write."""
+    """Raw JSON text that json.dumps would not write."""
 
     text: str
 
@@ -93,7 +93,7 @@ ALMOST: dict[type, tuple[Change, ...]] = {
 
 
 def _almost(rng: Random, value: Any) -> Any:
-    """Something near to what was there."""
+    """Something similar to the old value."""
     change = rng.choice([*ALMOST.get(type(value), ()), lambda value: [value], lambda value: {"value": value}])
     try:
         return change(value)
@@ -102,7 +102,7 @@ def _almost(rng: Random, value: Any) -> Any:
 
 
 def dump_json(tree: Any) -> bytes:
-    """With raw text where it was asked for, and keys twice where their name says so."""
+    """With raw text where requested, and duplicate keys where their name says so."""
     raw: list[str] = []
 
     def marked(value: Any) -> Any:
@@ -138,7 +138,7 @@ def mutate_lines(rng: Random, data: bytes) -> bytes:
 
 
 def mutate_bytes(rng: Random, data: bytes, donor: bytes) -> bytes:
-    """Without a thought for what the bytes mean."""
+    """Ignoring the meaning of the bytes."""
     size = len(data)
     a, b = sorted((rng.randrange(size + 1), rng.randrange(size + 1)))
     if rng.random() < 0.7:
@@ -165,7 +165,7 @@ def mutate_bytes(rng: Random, data: bytes, donor: bytes) -> bytes:
 
 
 def mutate_content(rng: Random, name: str, data: bytes, donor: bytes) -> bytes:
-    """What the file's name says its bytes mean is known here, and made use of more often than not."""
+    """Mostly uses the format that the file name implies."""
     if rng.random() < 0.3:
         return mutate_bytes(rng, data, donor)
     packing = next((ending for ending in PACKINGS if name.endswith(ending)), "")
@@ -187,7 +187,7 @@ def mutate_content(rng: Random, name: str, data: bytes, donor: bytes) -> bytes:
 
 
 def mutate_files(rng: Random, files: Files, name: str) -> tuple[Files, list[str], str]:
-    """Files in which this one has changed, the names concerned, and what happened in words."""
+    """The files with this one changed, the names concerned, and the mutation in words."""
     files = dict(files)
     content, how = files[name], rng.random()
     if how < 0.86 and isinstance(content, bytes):

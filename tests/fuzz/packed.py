@@ -1,4 +1,4 @@
-"""Forms that hold other data inside: compressed text, parquet, safetensors, zip. Taken apart, changed, put together."""
+"""Container formats (compressed text, parquet, safetensors, zip): unpacked, mutated and packed again."""
 
 import gzip
 import io
@@ -59,7 +59,7 @@ def mutate_safetensors(
     mutate_tree: Callable[[Random, Any], Any],
     dump: Callable[[Any], bytes],
 ) -> bytes:
-    """The header is JSON behind its length: names with dtype, shape and offsets."""
+    """The header is its length, then JSON: names with dtype, shape and offsets."""
     (size,) = struct.unpack("<Q", data[:8])
     header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
     how = rng.random()
@@ -88,7 +88,7 @@ def mutate_safetensors(
 
 
 def mutate_npz(rng: Random, data: bytes, mutate: Callable[[bytes], bytes]) -> bytes:
-    """A zip file of arrays, each with a header of its own that is a Python literal."""
+    """A zip file of arrays, each with its own header, which is a Python literal."""
     with zipfile.ZipFile(io.BytesIO(data)) as file:
         members = {name: file.read(name) for name in file.namelist()}
     name = rng.choice(sorted(members))
@@ -109,7 +109,7 @@ def mutate_npz(rng: Random, data: bytes, mutate: Callable[[bytes], bytes]) -> by
         for member, content in members.items():
             file.writestr(zipfile.ZipInfo(member), content, packing)
     whole = packed.getvalue()
-    if how >= 0.85:  # flags (encrypted), methods and sizes lie in the records of the directory and of each member
+    if how >= 0.85:  # flags (encrypted), methods and sizes are in the records of the directory and of each member
         mark = rng.choice([b"PK\1\2", b"PK\3\4", b"PK\5\6"])
         at = whole.find(mark, rng.randrange(len(whole))) + rng.randrange(4, 30)
         whole = whole[:at] + bytes([rng.choice([0, 1, 8, 9, 99, 255])]) + whole[at + 1 :]
@@ -117,7 +117,7 @@ def mutate_npz(rng: Random, data: bytes, mutate: Callable[[bytes], bytes]) -> by
 
 
 def _liar(rng: Random, members: dict[str, bytes], name: str) -> bytes:
-    """One member has two GiB in it, and claims to have what it had; the directory, where it does, is written last."""
+    """One member has two GiB, but claims its old size in the directory, which is written last."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as file:
         for member, content in members.items():
@@ -163,7 +163,7 @@ class _Bomb:
 
 
 def pickle_bomb() -> bytes:
-    """Whoever unpickles this makes a folder that the fuzzer looks for after every input."""
+    """Unpickling this creates a folder that the fuzzer looks for after every input."""
     return pickle.dumps(_Bomb())
 
 

@@ -1,4 +1,4 @@
-"""What is called with values from outside: requests, the model itself, Hugging Face's config, the command line."""
+"""Functions called with values from outside: requests, the model itself, Hugging Face's config, the command line."""
 
 import contextlib
 import io
@@ -44,7 +44,7 @@ ANYTHING = PLAIN + OBJECTS
 
 
 def requests(folder: Path) -> Sequence[CallBase]:
-    """One request beside another, which must not notice it."""
+    """One request next to another, which must not be affected."""
     torch.manual_seed(0)
     model, tok = Thoughtbubbles(SMALL).eval(), tokenizer("bytes")
     good = Request(prompt="ab", max_new=2, sampling=Sampling(temperature=0))
@@ -74,7 +74,7 @@ def requests(folder: Path) -> Sequence[CallBase]:
 
 
 def calls(folder: Path) -> Sequence[CallBase]:
-    """The model's own surface."""
+    """The public functions of the model."""
     torch.manual_seed(0)
     model = Thoughtbubbles(SMALL).eval()
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -85,7 +85,7 @@ def calls(folder: Path) -> Sequence[CallBase]:
         return repr([None if value is None else tuple(getattr(value, "shape", ())) for value in found])
 
     def decode(given: dict[str, Any]) -> str:
-        """A step from a cache, in more room: `prefill` makes it, unless there is one among the arguments."""
+        """A step from a cache with spare capacity; `prefill` creates it, unless it is one of the arguments."""
         with torch.no_grad():
             first = {name: given[name] for name in ("ids", "lengths", "budget", "capacity")}
             _, cache = prefill(model, **first)
@@ -118,11 +118,11 @@ def calls(folder: Path) -> Sequence[CallBase]:
 
 SMALL_FIELDS = tuple(asdict(SMALL))
 EMPTY, READ = "an empty cache", "a cache that has read"  # each call has its own
-WITHIN = ("ids", "targets", "lengths")  # as the model itself calls what Hugging Face calls otherwise
+WITHIN = ("ids", "targets", "lengths")  # the model's own names of Hugging Face's fields
 
 
 def hf(folder: Path) -> Sequence[CallBase]:
-    """The config.json of a folder as transformers hands it over, and calls of the model, with a cache and without."""
+    """The config.json of a folder as transformers passes it on, and calls of the model, with a cache and without."""
     from thoughtbubbles.interop.hf import ThoughtbubblesCache, ThoughtbubblesConfig, ThoughtbubblesForCausalLM
 
     torch.manual_seed(0)
@@ -164,17 +164,17 @@ def hf(folder: Path) -> Sequence[CallBase]:
     ]
 
 
-UNNAMED = ("model", "prompt", "source", "file or folder")  # what the word without an option is, as messages call it
+UNNAMED = ("model", "prompt", "source", "file or folder")  # name of the positional argument in messages
 
 
 def forms(option: str) -> list[str]:
-    """As a message may write an option: --max-new, max-new, the field's name; or of several values the wrong one."""
+    """How a message may write an option: --max-new, max-new, the field's name; or the wrong one of several values."""
     bare = option.lstrip("-")
     return [option, bare, bare.replace("-", "_"), bare.removesuffix("s")]
 
 
 def commands(folder: Path) -> Sequence[CallBase]:
-    """The quick verbs, with options as text."""
+    """The fast subcommands, with options as text."""
     from thoughtbubbles import cli
 
     torch.manual_seed(0)
@@ -185,7 +185,7 @@ def commands(folder: Path) -> Sequence[CallBase]:
     (folder / "piqa.validation.jsonl").write_text('{"goal": "Open it", "sol1": "Turn.", "sol2": "Eat.", "label": 0}')
 
     def run(given: dict[str, Any], out: Path | None) -> str:
-        """What it prints; what it says of a mistake, without its own name."""
+        """Its output; or its error message, without its own name."""
         words = [part for name, value in given.items() for part in (name, str(value)) if part and "\0" not in part]
         last = [] if out is None else ["--out", str(out)]  # the last one counts: nothing is written elsewhere
         with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()):
@@ -227,7 +227,7 @@ def commands(folder: Path) -> Sequence[CallBase]:
             nowhere,
         ),
     ]
-    # Without what would be read for a long time, and rightly: all of a disk.
+    # Without paths that rightly take long to read, such as a whole disk.
     short = tuple(v for v in PLAIN if len(str(v)) < 10_000 and v not in ("/", ".", "..", "../x", "~"))
     return [
         CallBase(

@@ -1,4 +1,4 @@
-"""Readers of the data room: prepared shards, half-finished preparations, and sources of text."""
+"""Readers of the data package: prepared shards, half-finished preparations, and text sources."""
 
 import io
 import json
@@ -68,7 +68,7 @@ def prepared(folder: Path, kind: Any) -> Path:
 
 
 def batches(path: Path, *, verify: bool) -> int:
-    """What training and its evaluation see of a folder."""
+    """What training and validation read from a folder."""
     loader = Loader([Source(path)], rows=4, n_tokens=8, seed=0, verify=verify)
     validation = ValidationSet([Source(path)], rows=4, n_tokens=8, verify=verify)
     loader.check_vocab(260)
@@ -86,7 +86,7 @@ def _sum(found: Sequence[Batch]) -> int:
 
 
 def repair_shards(files: Files, touched: list[str]) -> Files:
-    """Checksums of payloads, of headers, in the index and of the index, as far as there is anything to put right."""
+    """Recomputes the checksums of payloads, of headers, in the index and of the index, as far as possible."""
     files, crcs = dict(files), {}
     for name, content in files.items():
         if name.endswith(".bin") and isinstance(content, bytes) and len(content) >= form.HEADER_BYTES:
@@ -105,7 +105,7 @@ def repair_shards(files: Files, touched: list[str]) -> Files:
 
 
 def repair_seals(files: Files, touched: list[str]) -> Files:
-    """The checksums that JSON files have of themselves."""
+    """Recomputes the checksums that JSON files contain of themselves."""
     files = dict(files)
     for name in (INDEX, JOURNAL):
         try:
@@ -117,7 +117,7 @@ def repair_seals(files: Files, touched: list[str]) -> Files:
 
 
 def journal(folder: Path) -> Sequence[FileBase]:
-    """A preparation that a bad line has interrupted; the line is put right, and the same command given again."""
+    """A preparation interrupted by a bad line; the line is fixed, and the same command run again."""
     bases = []
     for kind, lines in (("text", TEXTS), ("examples", [json.dumps(record) for record in RECORDS])):
         good, bad, out = folder / f"{kind}.jsonl", folder / f"{kind}-2.jsonl", folder / kind

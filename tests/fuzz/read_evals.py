@@ -42,7 +42,7 @@ RECORDS = {
 
 
 def tasks(folder: Path) -> Sequence[FileBase]:
-    """Each with two documents, as they are and packed."""
+    """Each with two documents, uncompressed and compressed."""
     bases = []
     for number, (name, task) in enumerate(TASKS.items()):
         lines = f"{json.dumps(RECORDS[name])}\n".encode() * 2
@@ -61,7 +61,7 @@ def tasks(folder: Path) -> Sequence[FileBase]:
 
 
 def answers(folder: Path) -> Sequence[FileBase]:
-    """Of two ranks. What is read was given so; what is not is answered again."""
+    """Answers of two ranks. Those that are read are unchanged; the others are answered again."""
     about = {"task": "piqa", "weights": [[1, 2]]}
     scores = {"accuracy": 1.0, "accuracy_sum": 0.0}
     given = {

@@ -47,7 +47,7 @@ def small_model() -> Thoughtbubbles:
 
 
 def split(folder: Path) -> Path:
-    """As Hugging Face writes weights that are large."""
+    """As Hugging Face writes large weights."""
     save_model(folder, small_model(), tokenizer=tokenizer("bytes"))
     weights, places = small_model().state_dict(), dict[str, str]()
     for part in (0, 1):
@@ -77,7 +77,7 @@ def tensors(model: Thoughtbubbles) -> int:
 
 
 def repair_manifests(files: Files, touched: list[str]) -> Files:
-    """Each manifest's entries of the files that have changed, as far as there is anything to put right."""
+    """Updates the manifests' entries of the files that have changed, as far as possible."""
     files = dict(files)
     for home in [name for name in files if name.rpartition("/")[2] == MANIFEST and isinstance(files[name], bytes)]:
         try:
@@ -150,7 +150,7 @@ def resumed(path: Path, config: Any) -> tuple[Any, ...]:
 
 
 def cards(folder: Path) -> Sequence[FileBase]:
-    """A checkpoint inside its run, with what was measured; and an export that has a card already."""
+    """A checkpoint inside its run, with results; and an export that already has a card."""
     run, model = folder / "run", folder / "run" / "step-00000080" / "model"
     save_model(model, small_model(), tokenizer=tokenizer("bytes"))
     lines = [{"step": 80, "tokens": 8000, "loss": 3.3}, {"step": 80, "validation_loss": {"books": 3.03, "web": 3.13}}]
@@ -188,7 +188,7 @@ The numbers below are those of the float32 weights.
 
 
 def evaluate(data: Path, model: Path) -> None:
-    """A perplexity and a benchmark under two budgets, by the command."""
+    """Perplexity and a benchmark with two budgets, by the command."""
     from thoughtbubbles import cli
     from thoughtbubbles.data.synthetic import write_synthetic
 

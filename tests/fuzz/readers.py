@@ -1,4 +1,4 @@
-"""All that is fuzzed, by name, and where its bases are made. Nothing of the package is imported before it is needed."""
+"""The fuzzed readers by name, and where their bases are made. The package is imported only when needed."""
 
 import shutil
 from importlib import import_module
@@ -22,11 +22,11 @@ HOMES = {
     "commands": "read_calls",
 }
 NAMES = tuple(HOMES)
-PATIENCE = {"commands": 10, "runs": 5}  # times longer than others before it is a hang: these do some work, too
+PATIENCE = {"commands": 10, "runs": 5}  # times longer than others before it counts as a hang: these also do some work
 
 
 def make_reader(name: str, folder: Path) -> Reader:
-    """`folder` is for files that the bases are made of. Readers named broken-… are there to be found out."""
+    """`folder` is for files that the bases are made of. Readers named broken-… must be detected."""
     module = import_module(HOMES[name]) if name in HOMES else import_module("broken")
     make = getattr(module, name.replace("-", "_"))
     shutil.rmtree(folder / name, ignore_errors=True)  # of a process that has died

@@ -1,4 +1,4 @@
-"""Counting what became of inputs, and telling it."""
+"""Counts and reports the outcomes of inputs."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass
 class Tally:
-    """What became of the inputs of one reader."""
+    """The outcomes of the inputs of one reader."""
 
     refused: int = 0
     unchanged: int = 0
@@ -67,7 +67,7 @@ def findings(tallies: dict[str, Tally], *, seed: int) -> list[dict[str, Any]]:
 
 
 def numbers(tallies: dict[str, Tally]) -> dict[str, dict[str, Any]]:
-    """For JSON."""
+    """As a JSON-serializable dictionary."""
     return {
         name: {
             "inputs": tally.inputs,

@@ -1,4 +1,4 @@
-"""The fuzzer: nothing is found in our readers, and everything in readers that are broken on purpose."""
+"""The fuzzer finds nothing in our readers, and everything in readers that are broken on purpose."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ MANY = 15_000  # all readers together: 100,000
 
 
 def run_fuzz(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """In processes of their own: as users have the package, without the shape checks of the tests."""
+    """In separate processes, without the shape checks of the tests, as for users."""
     command = [sys.executable, str(FUZZ), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=1800)
 
@@ -41,7 +41,7 @@ def in_words(findings: list[dict[str, Any]]) -> str:
 
 
 def test_a_few_inputs_of_every_reader():
-    """Command lines take too long for it: test_cli.py has some of them."""
+    """Without command lines, which take too long: test_cli.py has some of them."""
     names = [name for name in NAMES if name != "commands"]
     found = fuzzed("--inputs", QUICK, *(word for name in names for word in ("--reader", name)))
     assert not found["findings"], in_words(found["findings"])
@@ -54,12 +54,12 @@ def test_many_inputs(reader):
     found = fuzzed("--reader", reader, "--inputs", MANY, "--seed", 1)
     assert not found["findings"], in_words(found["findings"])
     numbers = found["readers"][reader]
-    # Not all for nothing: answers that are lost are only answered again, so fewest of those show.
+    # Many mutations must have an effect; fewest for answers, since lost ones are simply answered again.
     assert numbers["refused"] + sum(numbers["changed"].values()) > numbers["inputs"] / 5
 
 
 def test_commands_can_be_found_out(tmp_path):
-    """What they print is compared, and their own name before a message names nothing."""
+    """Their output is compared, and their own name before a message does not count as naming the input."""
     inspect, *_ = make_reader("commands", tmp_path).bases
     printed = inspect.unchanged().run(tmp_path)
     assert "streams" in printed

@@ -1,4 +1,4 @@
-"""The exit status of tests/planted.py: a fault that survives, or cannot be planted any more, is not a success."""
+"""The exit code of tests/planted.py: a fault that survives, or can no longer be planted, is a failure."""
 
 import pytest
 
@@ -19,13 +19,13 @@ def test_what_is_not_caught_is_a_failure(monkeypatch, capsys, fault, outcome):
 
 
 def test_nothing_to_plant_is_a_failure(monkeypatch):
-    """As a misspelt --only would have it."""
-    with pytest.raises(SystemExit, match="no fault has 'nowhere' in it"):
+    """As with a misspelled --only."""
+    with pytest.raises(SystemExit, match="no fault contains 'nowhere'"):
         planted.main(["--only", "nowhere"])
 
 
 def test_a_fault_that_is_caught_is_a_success(monkeypatch, tmp_path, capsys):
-    """A test outside of the copied tree sees the copy, since that comes first on its path."""
+    """A test outside of the copied tree sees the copy, since it comes first on its path."""
     test = tmp_path / "test_it.py"
     test.write_text(
         "from pathlib import Path\n\n\n"

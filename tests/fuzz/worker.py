@@ -1,8 +1,8 @@
-"""The process in which inputs are read: as a user has it, without shape checks, with little memory and a watchdog.
+"""The process in which inputs are read: without shape checks, as for a user, with little memory and a watchdog.
 
-It is told on standard input what to do, a line for each stretch of inputs: READER SEED FIRST STOP. It answers with a
-line of JSON for every input, in order. When it dies, the input after the last answer is what killed it; when that took
-too long, standard error has the traceback. Given READER SEED NUMBER as arguments, it shows that input alone.
+It reads requests from standard input, one line per range of inputs: READER SEED FIRST STOP. It answers with one line of
+JSON per input, in order. If it dies, the input after the last answer has killed it; if that took too long, standard
+error has the traceback. Given READER SEED NUMBER as arguments, it shows only that input.
 """
 
 import faulthandler
@@ -39,14 +39,14 @@ def main(scratch: Path, *, seconds: float) -> None:
 
 
 def opened(name: str, scratch: Path) -> tuple[Reader, list[object]]:
-    """A reader, and what it makes of each base; with that, what is loaded only when needed is loaded."""
+    """A reader, and its result for each base, which also loads everything that is imported lazily."""
     unlimited()
     reader = make_reader(name, scratch / "made")
     return reader, [base.unchanged().run(scratch) for base in reader.bases]
 
 
 def limit_memory() -> None:
-    """One GiB more than there is now; macOS knows no such limit."""
+    """One GiB more than is used now; macOS has no such limit."""
     status = Path("/proc/self/statm")
     if status.exists():
         now = int(status.read_text().split()[0]) * resource.getpagesize()
@@ -59,7 +59,7 @@ def unlimited() -> None:
 
 
 def show(name: str, seed: int, number: int, scratch: Path, *, seconds: float) -> None:
-    """One input, with all that can be known of it."""
+    """One input, with all details."""
     reader, expected = opened(name, scratch)
     base, case = reader.make(seed, number)
     print(f"input {number} of {name}, seed {seed}: base {base} of {len(reader.bases)}; {'; '.join(case.notes)}")
@@ -72,7 +72,7 @@ def show(name: str, seed: int, number: int, scratch: Path, *, seconds: float) ->
 
 
 def _telling(case: Case) -> Case:
-    """The same case, whose traceback is shown."""
+    """The same case, showing the traceback."""
 
     def run(folder: Path) -> object:
         try:

@@ -1,4 +1,4 @@
-"""Run in a process of its own: compiled parts of a step (`parts`), and on a GPU the graph (`graph`, `generate`).
+"""Run in a separate process: compiled parts of a step (`parts`), and on a GPU the graph (`graph`, `generate`).
 
 Prints one JSON object.
 """

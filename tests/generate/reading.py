@@ -1,4 +1,4 @@
-"""Ways to read rows that the tests of generation compare: token by token through the cache, and all at once."""
+"""Ways to read rows that the tests of generation compare: token by token through the cache, and in parallel."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from thoughtbubbles.model.transformer import Output, Thoughtbubbles
 
 
 class Read(NamedTuple):
-    """What was predicted on the way: for each row, after the last token of its prompt and after every one behind."""
+    """What was predicted on the way: for each row, after the last token of its prompt and after every later one."""
 
     log_probs: list[Tensor]
     streams: list[list[int]]
@@ -84,7 +84,7 @@ def assert_reads_alike(
 
 
 class SpanState(NamedTuple):
-    """What one row has in one span, without what nobody may read."""
+    """What one row has in one span, without slots that are never read."""
 
     used: int
     key: Tensor

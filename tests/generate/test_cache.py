@@ -141,7 +141,7 @@ def test_two_ways_on_from_a_clone(model):
 
 
 def test_a_step_leaves_the_cache_before_it_readable(model):
-    """Storage is shared, but a step only writes behind what is there."""
+    """Storage is shared, but a step only writes after the existing contents."""
     _, cache = started(model)
     before = cache.clone()
     going_on(model, cache, random_ids(model.config, 3, 3, seed=5))
@@ -192,7 +192,7 @@ def test_crop_leaves_at_least_one_token(model, keep):
         (lambda cache: cache.crop(2.0), "n_tokens have shape .* torch.float32"),
         (lambda cache: cache.crop(10**30), "n_tokens = 1000"),
         (lambda cache: cache.crop([1, 2]), r"n_tokens = \[1, 2\]"),
-        (lambda cache: cache.reorder("abc"), "rows = 'abc': give a tensor of numbers of rows, from 0 to 2"),
+        (lambda cache: cache.reorder("abc"), "rows = 'abc': give a tensor of row indices, from 0 to 2"),
         (lambda cache: cache.reorder(None), "rows = None"),
         (lambda cache: cache.reorder(torch.tensor([0.0])), "rows have shape .* torch.float32"),
         (lambda cache: cache.reorder(torch.tensor([True, False, True])), "rows have shape .* torch.bool"),
@@ -222,8 +222,8 @@ def test_wrong_kinds_are_refused(model, call, words):
 
 
 @pytest.mark.parametrize("form", [{}, {"fork_layers": (0, 2)}, {"fork_layers": ()}], ids=str)
-def test_a_grown_cache_goes_on_as_one_that_was_large_at_once(form):
-    """To the bit, in float32 as well, and whatever rows are left in whatever order."""
+def test_a_grown_cache_continues_like_one_that_was_large_from_the_start(form):
+    """Bitwise, also in float32, with any rows left in any order."""
     model = lively_model(small_config(**form), dtype=torch.float32)
     ids, more = random_ids(model.config, 3, 5), random_ids(model.config, 3, 8, seed=1)
     small, large = (prefill(model, ids, lengths=[5, 2, 4], budget=[1, 8, 1.5], capacity=n)[1] for n in (5, 13))
@@ -292,7 +292,7 @@ def test_memory_is_as_predicted(name, dtype):
 
 
 def test_memory_of_a_plain_model_by_hand():
-    """2 vectors of 12 numbers a layer, 4 layers, 16 slots and one more, for each of 2 rows."""
+    """2 vectors of 12 numbers per layer, 4 layers, 16 slots and one more, for each of 2 rows."""
     memory = cache_memory(CONFIGS["plain"], rows=2, capacity=16, budget=Budget.of(2), dtype=torch.bfloat16)
     assert memory == CacheMemory(
         keys=2 * 4 * 17 * 12 * 2, values=2 * 4 * 17 * 12 * 2, streams=2 * 17 * 8, levels=0, counts=2 * 4 * 8
@@ -307,7 +307,7 @@ def test_memory_with_forks_by_hand():
     assert memory.keys == memory.values == (11 + 3 * 16) * 12 * 4
     assert memory.streams == (11 + 3 * 16) * (4 + 4)
     assert memory.levels == (21 + 31 + 31) * 4
-    # No bubble doubles more than once a fork layer, however large the budget is.
+    # No bubble doubles more than once per fork layer, however large the budget is.
     most = cache_memory(config, rows=1, capacity=10, budget=Budget.of(100), dtype=torch.float32)
     assert most.streams == (11 + 21 + 41 + 81) * (4 + 4)
 

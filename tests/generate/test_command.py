@@ -1,4 +1,4 @@
-"""`thoughtbubbles generate`: the command writes what the library does, as it comes, and says what went wrong."""
+"""`thoughtbubbles generate`: the command streams the text of the library, and reports mistakes."""
 
 import codecs
 import io
@@ -18,7 +18,7 @@ import torch
 from helpers import lively_model, small_config
 from thoughtbubbles.checkpoint import load, save_model
 from thoughtbubbles.cli import main
-from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.data.tokenizer import Tokenizer, tokenizer
 from thoughtbubbles.generate.requests import Request, generate, stream
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.generate.show import HARMLESS, BubblePrinter, colour, streams_per_token
@@ -132,6 +132,14 @@ def test_text_is_flushed_piece_by_piece(folders, monkeypatch):
     assert watched.seen == [*expected, expected[-1] + "\n"]
 
 
+@pytest.mark.parametrize("options", [(), ("--show-bubbles", "--json"), ("--method", "uncached")], ids=str)
+def test_the_prompt_is_tokenized_once(folders, capsys, monkeypatch, options):
+    encoded, encode = [], Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: [encoded.append(text), encode(self, text)][1])
+    run(capsys, PROMPT, "--checkpoint", folders["causal"], "--max-new", "3", *options)
+    assert encoded == [PROMPT]
+
+
 @pytest.mark.slow
 def test_seeds(folders, capsys):
     texts = [
@@ -148,7 +156,7 @@ def test_both_methods_write_the_same_greedy_text(folders, capsys):
     assert cached[0] == uncached[0]
     assert "; cached;" in cached[1]
     assert "; uncached;" in uncached[1]
-    assert "the model's block of 64 tokens is full" in cached[1]
+    assert "the model's context of 64 tokens is full" in cached[1]
 
 
 def test_the_prompt_from_standard_input(folders, capsys, monkeypatch):
@@ -160,7 +168,7 @@ def test_the_prompt_from_standard_input(folders, capsys, monkeypatch):
     piped = run(capsys, *options)[0]
     assert piped == run(capsys, PROMPT, *options)[0]
     pipe_in(monkeypatch, b"h\xffi")
-    assert "no UTF-8 text" in mistake(capsys, *options)
+    assert "not UTF-8 text" in mistake(capsys, *options)
     pipe_in(monkeypatch, b"\n")
     assert "the prompt is empty" in mistake(capsys, *options)
     _, terminal = pty.openpty()
@@ -206,7 +214,7 @@ def per_character(ids: list[int], sizes: list[int]) -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
-def test_digits_below_the_text_where_colours_are_lost(folders, capsys, monkeypatch):
+def test_digits_below_the_text_without_colours(folders, capsys, monkeypatch):
     arguments = (PROMPT, "--checkpoint", folders["causal"], "--max-new", "40", "--show-bubbles", *EXACT)
     found = run_json(capsys, *arguments)
     characters = per_character([*found["prompt_ids"], *found["ids"]], found["bubbles"])
@@ -219,7 +227,7 @@ def test_digits_below_the_text_where_colours_are_lost(folders, capsys, monkeypat
 
 
 @pytest.mark.slow
-def test_colours_tell_the_streams(folders, capsys, monkeypatch):
+def test_colours_show_the_streams(folders, capsys, monkeypatch):
     arguments = (PROMPT, "--checkpoint", folders["causal"], "--max-new", "40", "--show-bubbles", *EXACT)
     found = run_json(capsys, *arguments)
     monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal
@@ -237,7 +245,7 @@ def test_colours_tell_the_streams(folders, capsys, monkeypatch):
     assert "\x1b[3" not in run(capsys, *arguments)[0]
 
 
-def test_on_a_terminal_the_prompt_is_dim_and_control_characters_are_only_drawn(folders, capsys, monkeypatch):
+def test_on_a_terminal_the_prompt_is_dim_and_control_characters_are_replaced(folders, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     out, _ = run(capsys, "a\x1b[2J\x9bb", "--checkpoint", folders["causal"], "--max-new", "5")
@@ -273,7 +281,7 @@ def test_stop_strings_are_not_shown(folders, bubbles, capsys):
     out, err = run(capsys, *arguments, "--stop", whole[at : at + 2], *bubbles)
     assert out.startswith(PROMPT + whole[:at] + "\n")
     assert bubbles or out == PROMPT + whole[:at] + "\n"
-    assert "ended: a stop string came" in err
+    assert "ended: a stop string was generated" in err
 
 
 @pytest.mark.parametrize("bubbles", [(), ("--show-bubbles",)])
@@ -342,8 +350,8 @@ def test_a_budget_that_is_no_limit_says_so(folders, form, budget, remark, capsys
         (f"--max-new {10**30}", f"a prompt of 9 and {10**30} new tokens are more than block_size = 64"),
         (f"--top {10**30}", f"top = {10**30}: give a whole number from 0 to 257"),
         ("--budget much", "budget = 'much' is not a number"),
-        ("--budget-mode fixed", "it goes with models of block selection only"),
-        ("--budget-mode fixed --method uncached", "it goes with block selection only"),
+        ("--budget-mode fixed", "it requires a model with block selection"),
+        ("--budget-mode fixed --method uncached", "it requires block selection"),
         ("--temperature -1", "temperature = -1.0: give 0 (greedy) or 0.001"),
         ("--top-k 0", "top_k = 0"),
         ("--top-p 1.5", "top_p = 1.5"),
@@ -367,7 +375,7 @@ def test_mistakes_in_prompt_and_checkpoint(folders, capsys, tmp_path):
     assert "the prompt is empty" in mistake(capsys, "", "--checkpoint", folders["causal"])
     assert "shorten the prompt to 63" in mistake(capsys, "x" * 64, "--checkpoint", folders["causal"])
     assert "does not exist" in mistake(capsys, PROMPT, "--checkpoint", str(tmp_path / "nowhere"))
-    assert "no checkpoint that has them" in mistake(capsys, PROMPT, "--checkpoint", str(tmp_path))
+    assert "no checkpoint with them" in mistake(capsys, PROMPT, "--checkpoint", str(tmp_path))
     save_model(tmp_path / "mute", model_of(folders["causal"]))
     assert "has no tokenizer.json" in mistake(capsys, PROMPT, "--checkpoint", str(tmp_path / "mute"))
     if not torch.cuda.is_available():
@@ -396,7 +404,7 @@ def test_as_a_process_it_writes_what_it_writes_here(folders, capsys):
 
 
 @pytest.mark.slow
-def test_a_reader_who_leaves_is_no_error(folders):
+def test_a_closed_pipe_is_not_an_error(folders):
     process = start(PROMPT, "--checkpoint", folders["long"], "--method", "uncached")
     assert os.read(process.stdout.fileno(), 5) == PROMPT.encode()[:5]
     process.stdout.close()

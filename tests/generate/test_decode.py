@@ -1,4 +1,4 @@
-"""Reading token by token through the cache gives what the parallel forward gives, whoever the neighbours are."""
+"""Reading token by token through the cache gives what the parallel forward gives, whatever else is in the batch."""
 
 from fractions import Fraction
 
@@ -218,18 +218,18 @@ def test_greedy_text_of_256_tokens_is_the_same_with_and_without_the_cache(merge)
         text.append(int(prediction.logits.argmax(-1)))
         if len(text) < 272:
             prediction, cache = decode_step(model, cache, torch.tensor(text[-1:]))
-    # Every prefix anew, many at a time: if each gives the next token, so does writing without a cache.
+    # Every prefix separately, many at a time: if each gives the next token, so does decoding without a cache.
     for first in range(16, 272, 64):
         lengths = torch.arange(first, first + 64)
-        anew = predict_uncached(model, torch.tensor([text[: first + 63]]).expand(64, -1), lengths=lengths)
-        assert anew.logits.argmax(-1).tolist() == text[first : first + 64]
-    assert len(set(text[16:])) > 5, "a text that tells nothing apart would prove nothing"
+        again = predict_uncached(model, torch.tensor([text[: first + 63]]).expand(64, -1), lengths=lengths)
+        assert again.logits.argmax(-1).tolist() == text[first : first + 64]
+    assert len(set(text[16:])) > 5, "a text of few tokens would prove nothing"
 
 
 # ---- neighbours, padding, splits ------------------------------------------------------------------------------------
 
 
-def test_how_the_prompt_is_split_plays_no_part():
+def test_how_the_prompt_is_split_does_not_matter():
     config = small_config(budget=1.5)
     model = lively_model(config, seed=4)
     read = read_in_steps(model, some_rows(config, [16]) * 4, prompts=[1, 2, 7, 15])
@@ -239,7 +239,7 @@ def test_how_the_prompt_is_split_plays_no_part():
         assert_same_state(read.cache, i, read.cache, 0)
 
 
-def test_neighbours_play_no_part():
+def test_neighbours_do_not_matter():
     """The same row with others that are longer, shorter, richer, and that are dropped or repeated on the way."""
     config = small_config()
     model = lively_model(config, seed=6)
@@ -263,19 +263,19 @@ def test_neighbours_play_no_part():
     torch.testing.assert_close(torch.stack(got), alone, atol=SAME_ROW, rtol=0)
 
 
-def test_padding_is_not_looked_at():
+def test_padding_is_not_read():
     config = small_config(budget=2)
     model = lively_model(config)
     row = some_rows(config, [5])[0]
     alone, cache = prefill(model, row[None])
     ids, lengths = padded([row, some_rows(config, [12])[0]], filler=-99)
-    beside, padded_cache = prefill(model, ids, lengths=lengths.tolist())
-    torch.testing.assert_close(beside.logits[:1], alone.logits, atol=SAME_ROW, rtol=0)
+    together, padded_cache = prefill(model, ids, lengths=lengths.tolist())
+    torch.testing.assert_close(together.logits[:1], alone.logits, atol=SAME_ROW, rtol=0)
     assert_same_state(cache, 0, padded_cache, 0)
 
 
 @pytest.mark.parametrize("capacity", [12, 13])
-def test_capacity_plays_no_part(capacity):
+def test_capacity_does_not_matter(capacity):
     config = small_config(budget=1.15)
     model = lively_model(config)
     rows = some_rows(config, [12, 8])
@@ -283,7 +283,7 @@ def test_capacity_plays_no_part(capacity):
     assert_reads_alike(model, rows, [2, 8], [8, "7/3"], read)
 
 
-def test_the_mode_of_the_model_plays_no_part():
+def test_the_mode_of_the_model_does_not_matter():
     config = small_config()
     model = lively_model(config)
     rows = some_rows(config, [9, 9])
@@ -305,14 +305,14 @@ def test_both_attention_paths_fill_the_same_cache():
 
 
 def test_a_block_model_read_with_the_causal_rule():
-    """The cache knows one rule; it is the forward's own when that is asked to select causally."""
+    """The cache has one rule, which is that of the forward with causal selection."""
     model = lively_model(small_config(selection="block", budget=1.5, budget_mode="fixed"))
     rows = some_rows(model.config, [11, 8])
     assert_reads_alike(model, rows, [2, 4], [None] * 2, read_in_steps(model, rows, prompts=[2, 4]))
 
 
 @pytest.mark.parametrize("form", [{}, {"fork_layers": (0, 2)}, {"fork_layers": ()}])
-def test_widths_that_are_known_beforehand_change_nothing(form):
+def test_widths_that_are_known_in_advance_change_nothing(form):
     config = small_config(budget=2, **form)
     model = lively_model(config)
     ids = random_ids(config, 3, 6)
@@ -332,7 +332,7 @@ def test_widths_that_are_known_beforehand_change_nothing(form):
         assert_same_state(one, i, two, i)
 
 
-# ---- reading all anew -----------------------------------------------------------------------------------------------
+# ---- decoding without a cache ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("selection", ["block", "causal"])
@@ -370,7 +370,7 @@ def test_rows_that_are_not_active_are_left_as_they_are():
     assert after.n_tokens.tolist() == [6, 5, 5]
     for i in (1, 2):
         assert_same_state(after, i, before, i)
-    for ours, theirs in zip(after.spans, before.spans, strict=True):  # not even behind what is in use
+    for ours, theirs in zip(after.spans, before.spans, strict=True):  # not even after the slots in use
         for name in ("log_score", "token", "level"):
             if getattr(ours, name) is not None:
                 assert torch.equal(getattr(ours, name)[1:, :-1], getattr(theirs, name)[1:, :-1])
@@ -471,7 +471,7 @@ def test_another_model_s_cache_is_refused(started, name):
 
 
 @pytest.mark.usefixtures("no_shape_checks")
-def test_what_is_no_cache_is_refused(started):
+def test_what_is_not_a_cache_is_refused(started):
     model, cache = started
     for wrong in (None, "abc", 3, [cache], tuple(cache)):
         with pytest.raises(ValueError, match=r"cache is a .*: give the Cache that prefill or a step returned"):
@@ -507,7 +507,7 @@ def test_a_full_cache_is_refused_and_not_harmed(started):
 @pytest.mark.parametrize("capacity", [4, 0, -1, 17])
 def test_a_capacity_is_from_the_prompt_to_the_block(capacity):
     model = lively_model(small_config())
-    with pytest.raises(ValueError, match=rf"capacity = {capacity}: give from 5.*to block_size = 16"):
+    with pytest.raises(ValueError, match=rf"capacity = {capacity}: give a number from 5.*to block_size = 16"):
         prefill(model, random_ids(model.config, 2, 5), capacity=capacity)
 
 
@@ -522,7 +522,7 @@ def test_a_capacity_is_from_the_prompt_to_the_block(capacity):
         ({"budget": [1, 2, 3]}, "3 numbers for a batch of 2 rows"),
         ({"lengths": "abc"}, "lengths = 'abc': give one whole number for each of the 2 rows"),
         ({"lengths": [True, True]}, "lengths have shape .* torch.bool"),
-        ({"capacity": "abc"}, "capacity = 'abc': give from 5.*to block_size = 16"),
+        ({"capacity": "abc"}, "capacity = 'abc': give a number from 5.*to block_size = 16"),
         ({"capacity": True}, "capacity = True"),
         ({"capacity": 7.0}, "capacity = 7.0"),
         ({"capacity": 10**30}, "capacity = 1000"),
@@ -546,7 +546,7 @@ def test_wrong_prompt_ids_are_refused():
         prefill(model, torch.tensor([1, 2]))
 
 
-def test_ids_may_be_narrower_integers(started):
+def test_ids_may_be_int32(started):
     model, cache = started
     a, b = (
         decode_step(model, cache.clone(), torch.tensor([3, 4], dtype=dtype))[0].logits
@@ -555,16 +555,16 @@ def test_ids_may_be_narrower_integers(started):
     assert torch.equal(a, b)
 
 
-# ---- narrow numbers -------------------------------------------------------------------------------------------------
+# ---- bfloat16 -------------------------------------------------------------------------------------------------------
 
 
 def test_a_bfloat16_model_and_autocast_can_be_stepped():
-    """No equality is claimed there: cached vectors are narrow, scores and predictions are not."""
+    """Not equal to float32: cached vectors are bfloat16, scores and predictions are float32."""
     config = small_config(budget=1.5)
     ids = random_ids(config, 2, 12)
-    narrow = lively_model(config, dtype=torch.bfloat16)
+    low = lively_model(config, dtype=torch.bfloat16)
     mixed = lively_model(config, dtype=torch.float32)
-    for model, autocast in ((narrow, False), (mixed, True)):
+    for model, autocast in ((low, False), (mixed, True)):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             prediction, cache = prefill(model, ids[:, :4], budget=[1.5, 8])
             for t in range(4, 12):
@@ -595,7 +595,7 @@ def test_storage_is_used_again():
 
 @pytest.mark.parametrize("fork_layers", [(1, 2, 3), (0, 2)])
 def test_a_mixture_of_bubbles_of_unequal_size_is_a_distribution(fork_layers):
-    """Its logits are log-probabilities as they stand; the slots that a smaller bubble leaves unused have no share."""
+    """Its logits are already log-probabilities; the slots that a smaller bubble leaves unused have no share."""
     config = small_config(fork_layers=fork_layers, merge="mixture")
     model, ids = lively_model(config), random_ids(config, 3, 9)
     prediction, cache = prefill(model, ids[:, :5], lengths=[5, 3, 4], budget=[1, 8, 2])

@@ -50,7 +50,7 @@ def test_steps_of_fixed_width_are_the_same_steps(forks):
 
 
 def probe(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
-    """In a process of its own, without the run-time checks of shapes, which the compiler cannot follow."""
+    """In a separate process, without the run-time checks of shapes, which the compiler cannot follow."""
     command = [sys.executable, str(TESTS / script), *arguments]
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
@@ -72,7 +72,7 @@ def test_the_compiled_parts_are_the_same_and_compile_once():
 @pytest.mark.slow  # the interpreter takes ten seconds for a few steps
 @pytest.mark.parametrize("case", ["short", "bubbles", "long", "plain", "no gates"])
 def test_kernels_give_what_the_blocks_give(case):
-    """On the CPU, through Triton's interpreter, in a process of its own, since that is chosen at import."""
+    """On the CPU, through Triton's interpreter, in a separate process, since that is chosen at import."""
     found = probe("kernels/decode_probe.py", case, TRITON_INTERPRET="1")
     assert found["same_streams"]
     assert found["logits"] < SAME_FUNCTION_FLOAT32
@@ -92,7 +92,7 @@ def test_a_graph_on_the_gpu_follows_the_plain_steps():
 @pytest.mark.gpu
 @needs_gpu
 def test_compiled_generation_is_generation():
-    """Rows that finish early, budgets of their own, and batches that a graph serves again and again."""
+    """Rows that finish early, their own budgets, and batches that a graph serves again and again."""
     found = probe("generate/graph_probe.py", "generate")
     assert found["again_the_same"]
     assert found["lengths"] == found["asked"]

@@ -1,4 +1,4 @@
-"""Requests in, completions out: a row's text depends on its own request alone."""
+"""Requests in, completions out: a row's text depends on its own request only."""
 
 import re
 from dataclasses import replace
@@ -16,8 +16,8 @@ from thoughtbubbles.generate.requests import (
     Request,
     budget_problem,
     budget_remark,
+    check,
     generate,
-    problem,
     stream,
 )
 from thoughtbubbles.generate.sample import Sampling, uniform
@@ -101,7 +101,7 @@ def test_a_mixed_batch_is_each_request_alone(model, method):
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_the_size_of_a_batch_plays_no_part(model, batch_size):
+def test_the_size_of_a_batch_does_not_matter(model, batch_size):
     requests = varied()
     whole = generate(model, requests, tokenizer=PIECES)
     for a, b in zip(generate(model, requests, tokenizer=PIECES, batch_size=batch_size), whole, strict=True):
@@ -128,7 +128,7 @@ def test_cached_is_uncached_is_brute_force(merge):
 @pytest.mark.parametrize("mode", [None, "fixed", "proportional"])
 @pytest.mark.parametrize("own_mode", ["proportional", "fixed"])
 def test_a_block_model_is_uncached(own_mode, mode):
-    """Its rule revises decisions: only the forward over the whole prefix is right, and it is the default."""
+    """Its rule revises decisions: only the forward over the full prefix is exact, and it is the default."""
     model = model_of(selection="block", budget=1.5, budget_mode=own_mode)
     requests = [
         Request(prompt=[1, 2, 3], max_new=6, sampling=Sampling(seed=1)),
@@ -164,7 +164,7 @@ def test_baselines(form):
     assert cached.streams == streams == [model.config.copies] * 6
 
 
-def test_the_mode_of_the_model_plays_no_part(model):
+def test_the_mode_of_the_model_does_not_matter(model):
     requests = [varied()[0], varied()[2]]
     training = generate(model.train(), requests)
     assert model.training, "and it is left as it was"
@@ -179,7 +179,7 @@ def test_seeds(model):
     assert len({tuple(text) for text in texts}) == 3
 
 
-def test_every_new_token_has_a_draw_of_its_own():
+def test_every_new_token_has_its_own_draw():
     """Draws are made many at a time; after these the next ones come, and not the same again."""
     model = model_of(block_size=2 * DRAWS_AT_ONCE + 20)
     request = Request(prompt=[1], max_new=2 * DRAWS_AT_ONCE + 9, sampling=Sampling(seed=3))
@@ -237,7 +237,7 @@ def test_ids_that_the_tokenizer_lacks_never_occur(model):
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3)], ids=["greedy", "drawn"])
 def test_the_repetition_penalty_knows_prompt_and_text(model, sampling):
-    """So heavy a penalty makes every token new, also behind a neighbour that has none and ends early."""
+    """So heavy a penalty makes every token new, also after a neighbour that has none and ends early."""
     requests = [
         Request(prompt=[2, 5], max_new=1, sampling=sampling),
         Request(prompt=[0, 1, 2], max_new=11, sampling=replace(sampling, repetition_penalty=100)),
@@ -251,7 +251,7 @@ def test_the_repetition_penalty_knows_prompt_and_text(model, sampling):
 
 
 def test_storage_that_grows_changes_nothing(model, monkeypatch):
-    """To the bit, with rows that end by turns."""
+    """Bitwise, with rows that end by turns."""
     requests = [request for request in varied() if len(request.prompt) < 4]
     expected = generate(model, requests, tokenizer=PIECES)
     monkeypatch.setattr(decoders, "AT_FIRST", 1)
@@ -281,7 +281,7 @@ def test_a_vast_block_takes_no_memory_before_it_is_needed():
 
 
 def test_compiled_steps_say_what_does_not_fit():
-    """They need all storage at once: here 2.0 GiB of 1.5."""
+    """They need all storage in advance: here 2.0 GiB of 1.5."""
     with pytest.raises(ValueError, match=r"3 rows of 16,777,216 tokens take 2.0 GiB, and 1.5 GiB are free.*max_new"):
         check_fits(2**31, free=3 * 2**29, rows=3, capacity=2**24)
     check_fits(2**31, free=2**31, rows=3, capacity=2**24)
@@ -391,7 +391,7 @@ def test_end_of_text_ends_a_row_by_default(model, free):
 
 
 def test_max_new_and_the_block(model):
-    """Without a limit a row goes on to the block's end; the last token is written though no step could read it."""
+    """Without a limit a row continues to block_size tokens; the last one is generated though no step could read it."""
     requests = [
         Request(prompt=[1] * 13, sampling=GREEDY),
         Request(prompt=[1] * 19, sampling=GREEDY),
@@ -414,6 +414,17 @@ def test_text_prompts():
         tokenizer=of,
     )
     assert_same_completion(words, ids)
+
+
+@pytest.mark.parametrize(
+    "run", [generate, lambda *args, **options: list(stream(*args, **options))], ids=["generate", "stream"]
+)
+def test_every_text_prompt_is_tokenized_once(run, monkeypatch):
+    encoded, encode = [], Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: [encoded.append(text), encode(self, text)][1])
+    requests = [Request(prompt=prompt, max_new=2) for prompt in ("one", [1, 2], "two")]
+    run(model_of(vocab_size=260), requests, tokenizer=tokenizer("bytes"))
+    assert encoded == ["one", "two"]
 
 
 # ---- input validation -------------------------------------------------------------------------------------------
@@ -447,7 +458,7 @@ def test_a_bad_request_is_refused_before_any_work(model, name):
     with pytest.raises(ValueError, match=f"^request 1: .*{words}"):
         generate(model, [good, request, good])
     with pytest.raises(ValueError, match=words):
-        stream(model, [good, request])  # at once, not at the first token
+        stream(model, [good, request])  # immediately, not at the first token
 
 
 def test_bad_requests_do_not_disturb_the_others(model):
@@ -475,7 +486,7 @@ def test_only_bad_requests_and_none_at_all(model):
 
 
 def test_budgets_that_are_no_limit():
-    """Allowed wherever a budget can be given; whoever shows budgets to people can tell them."""
+    """Allowed wherever a budget can be given; `budget_remark` reports them."""
     idle = "budget = {}: this model has no fork layers, so a budget changes nothing"
     assert budget_remark(small_config(fork_layers=(), merge="original", copies=3), 3) == idle.format(3)
     for forks, budget, said in (
@@ -488,7 +499,8 @@ def test_budgets_that_are_no_limit():
     ):
         model = model_of(fork_layers=forks)
         asked, most = (Request(prompt=[1, 2], max_new=4, budget=r) for r in (budget, model.config.max_bubble))
-        assert budget_problem(model.config, budget) is problem(model.config, asked, None) is None
+        assert budget_problem(model.config, budget) is None
+        assert check(model.config, asked, None) == [1, 2]
         assert budget_remark(model.config, budget) == said
         if said:
             assert generate(model, [asked]) == generate(model, [most])
@@ -509,8 +521,8 @@ def test_budgets_up_to_what_the_forks_allow(model):
 @pytest.mark.parametrize(
     ("changes", "options", "words"),
     [
-        ({}, {"budget_mode": "fixed"}, "a fixed budget looks at the whole block"),
-        ({}, {"budget_mode": "fixed", "method": "uncached"}, "a fixed budget looks at the whole block"),
+        ({}, {"budget_mode": "fixed"}, "a fixed budget applies to the full context"),
+        ({}, {"budget_mode": "fixed", "method": "uncached"}, "a fixed budget applies to the full context"),
         ({"selection": "block"}, {"budget_mode": "fixed", "method": "cached"}, "use the method 'uncached'"),
         ({"selection": "block", "budget_mode": "fixed"}, {"method": "cached"}, "use the method 'uncached'"),
     ],
@@ -551,7 +563,7 @@ WRONG_KINDS = [
     ({"top": 258}, "top = 258: give a whole number from 0 to 257"),
     ({"top": 1.5}, "top = 1.5"),
     ({"max_new": 2.5}, "max_new = 2.5"),
-    ({"budget": [2, 3]}, "a request has one number"),
+    ({"budget": [2, 3]}, "give one number per request"),
     ({"prompt": [1.9]}, "neither text nor whole numbers"),
     ({"prompt": None}, "prompt = None is neither text nor whole numbers"),
     ({"prompt": 5}, "prompt = 5"),
@@ -613,10 +625,10 @@ def test_requests_of_the_wrong_kind_harm_no_other():
 
 @pytest.mark.usefixtures("no_shape_checks")
 @pytest.mark.parametrize("wrong", [None, "abc", {"prompt": [1]}, Request, 3], ids=repr)
-def test_what_is_no_request_harms_no_other(model, wrong):
+def test_what_is_not_a_request_harms_no_other(model, wrong):
     good = Request(prompt=[1], max_new=3)
-    beside, refused = generate(model, [good, wrong], on_error="return")
-    assert [beside] == generate(model, [good])
+    other, refused = generate(model, [good, wrong], on_error="return")
+    assert [other] == generate(model, [good])
     assert "is not a Request: give Request(prompt=" in refused.error
     for requests in (good, wrong):
         if not isinstance(requests, list):
@@ -635,7 +647,7 @@ def test_a_plain_model_needs_no_fixed_budget():
     assert len(completion.ids) == 2
 
 
-def test_weights_that_are_no_numbers_are_named():
+def test_nan_weights_are_reported():
     model = model_of()
     with torch.no_grad():
         model.final_norm.weight.fill_(torch.nan)

@@ -194,7 +194,7 @@ def test_draws_follow_the_distribution(sampling):
     assert off < free + 5 * math.sqrt(2 * free), "chi-square: five deviations above its mean"
 
 
-def test_the_draw_is_the_place_on_the_line_of_running_probability():
+def test_the_draw_is_a_place_in_the_cumulative_probability():
     logits = torch.tensor([[0.1, 0.0, 0.4, 0.5]], dtype=torch.float64).log()  # 0 is -inf
     drawn = lambda u: int(  # noqa: E731
         pick(logits, settings_of(Sampling()), torch.tensor([u], dtype=torch.float64), n_ids=4).id
@@ -215,7 +215,7 @@ def test_uniform_is_even_and_below_one():
     assert off < 63 + 5 * math.sqrt(2 * 63), "neither the seed nor the place leaves a trace"
 
 
-def test_uniform_tells_seed_and_place_apart():
+def test_uniform_depends_on_seed_and_index():
     assert uniform(1, 23) != uniform(12, 3)
     assert uniform(-1, 0) != uniform(1, 0)
     assert uniform(2**80, 5) == uniform(2**80, 5)
@@ -230,7 +230,7 @@ def test_greedy_takes_the_first_of_equals():
 
 
 def test_top_p_that_is_reached_exactly_is_reached():
-    """Two equal tokens with one half each: the first alone has the probability that was asked for."""
+    """Two equal tokens with one half each: the first alone has the requested probability."""
     logits = torch.tensor([[0.0, 0.0, -math.inf, -math.inf]])
     left = processed(logits, settings_of(Sampling(top_p=0.5)), n_ids=4)
     assert left.isfinite().tolist() == [[True, False, False, False]]
@@ -287,7 +287,7 @@ def test_logits_of_minus_infinity(sampling):
 
 
 def test_log_probabilities_are_the_models_own():
-    """Before penalty, temperature and cuts, over the whole vocabulary."""
+    """Before penalty, temperature and truncation, over the full vocabulary."""
     config = small_config(budget=1.5)
     model = lively_model(config)
     ids = random_ids(config, 4, 9)
@@ -305,7 +305,7 @@ def test_log_probabilities_are_the_models_own():
     assert torch.equal(picked.top_id, best.indices[:, :6])
 
 
-def test_narrow_logits_are_widened():
+def test_bfloat16_logits_are_converted_to_float32():
     logits = some_logits(8, dtype=torch.bfloat16)
     picked = pick(
         logits, settings_of(*[Sampling(top_p=0.7)] * 8), torch.full((8,), 0.5, dtype=torch.float64), n_ids=40, n_top=2
@@ -325,7 +325,7 @@ def test_narrow_logits_are_widened():
         ({"temperature": -0.1}, r"temperature = -0.1: give 0 \(greedy\) or 0.001"),
         ({"temperature": math.inf}, "temperature = inf"),
         ({"temperature": math.nan}, "temperature = nan"),
-        ({"top_k": 0}, "top_k = 0: give a whole number from 1 on"),
+        ({"top_k": 0}, "top_k = 0: give a whole number of 1 or more"),
         ({"top_k": -3}, "top_k = -3"),
         ({"top_k": 2.5}, "top_k = 2.5"),
         ({"seed": 1.5}, "seed = 1.5"),
@@ -334,7 +334,7 @@ def test_narrow_logits_are_widened():
         ({"top_p": math.nan}, "top_p = nan"),
         ({"min_p": -0.1}, "min_p = -0.1: give a share from 0"),
         ({"min_p": 1.1}, "min_p = 1.1"),
-        ({"repetition_penalty": 0}, "repetition_penalty = 0: give from 0.01"),
+        ({"repetition_penalty": 0}, "repetition_penalty = 0: give a number from 0.01"),
         ({"repetition_penalty": math.inf}, "repetition_penalty = inf"),
         ({"temperature": "0.8"}, "temperature = '0.8': give 0"),
         ({"temperature": True}, "temperature = True: give 0"),

@@ -1,4 +1,4 @@
-"""Text as it comes: no half characters, nothing of a stop string, and all the rest."""
+"""Incremental text: no half characters, nothing of a stop string, and everything else."""
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ def pieces(ids, *, of: Tokenizer = BYTES, stop=()):
 
 
 def cut(ids, *, of: Tokenizer, stop) -> tuple[str, int | None]:
-    """The text up to where, after some token, a stop string first stands in it; and the number of that token."""
+    """The text up to where, after some token, a stop string first occurs in it; and the number of that token."""
     for n in range(1, len(ids) + 1):
         text = TextStream(of)
         whole = "".join(text.feed(token) for token in ids[:n])
@@ -37,7 +37,7 @@ def test_pieces_make_up_the_whole_text(ids):
 
 
 @given(st.text(max_size=20))
-def test_every_character_comes_whole(text):
+def test_every_character_comes_complete(text):
     shown = pieces(BYTES.encode(text))
     assert "".join(shown) == text
     assert all(len(piece) <= 1 for piece in shown)
@@ -70,7 +70,7 @@ def test_text_ends_before_the_first_stop_string(ids, stop):
     for number, token in enumerate(ids, start=1):
         assert not text.stopped
         shown.append(text.feed(token))
-        assert text.stopped == (at == number), "it is known at once, and not before"
+        assert text.stopped == (at == number), "it is known immediately, and not before"
         if text.stopped:
             break
     shown.append(text.finish())

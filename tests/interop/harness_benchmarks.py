@@ -1,4 +1,4 @@
-"""What the tests of lm-evaluation-harness share: made-up benchmarks, and small models that can sit them."""
+"""What the tests of lm-evaluation-harness share: made-up benchmarks, and small models to evaluate on them."""
 
 import gzip
 import json
@@ -68,7 +68,7 @@ def write_records(folder: Path, name: str, records: list[dict]) -> Path:
 
 
 def write_benchmarks(folder: Path) -> Path:
-    """All records, where a user may have them: in `eval` below the folder."""
+    """All records, where a user may have them: in the subfolder `eval`."""
     (folder / "eval").mkdir()
     for name, records in RECORDS.items():
         write_records(folder / "eval", name, records)
@@ -76,7 +76,7 @@ def write_benchmarks(folder: Path) -> Path:
 
 
 def save_models(folder: Path, **changes: Any) -> dict[str, Path]:
-    """Small models of each kind, with GPT-2's vocabulary and weights that tell texts apart."""
+    """Small models of each kind, with GPT-2's vocabulary and weights that distinguish texts."""
     for kind, of_kind in KINDS.items():
         config = ModelConfig(n_layer=3, n_head=2, width=16, **{**of_kind, **changes})
         save_model(folder / kind, lively_model(config, dtype=torch.float32), tokenizer=GPT2)

@@ -23,7 +23,7 @@ found = {"version": __version__}
 
 
 class Asked(BaseException):
-    """Not an Exception, so that nobody takes it for a "no"."""
+    """Not an Exception, so that nothing catches it as a "no"."""
 
 
 def refuse_to_answer(*words):
@@ -34,7 +34,7 @@ builtins.input = refuse_to_answer
 for folder in folders:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     found["tokenizer"] = tokenizer("fork")["input_ids"], tokenizer.model_max_length
-    try:  # the model is what asks: its code lies in the folder
+    try:  # the model asks: its code is in the folder
         AutoModelForCausalLM.from_pretrained(folder)
     except Asked as question:
         found["asked"] = str(question)

@@ -45,7 +45,7 @@ def imported(tree, **options):
 
 
 def settings(**changes):
-    """What their trainer keeps beside a checkpoint, as far as a model is concerned."""
+    """What their trainer stores next to a checkpoint, as far as a model is concerned."""
     found = {"n_head": HEADS, "n_embd": WIDTH, "vocab_size": VOCABULARY, "plan": PLAN, "bias": True, "dropout": 0.0}
     found |= {"block_size": TOKENS, "max_block_size": 2 * TOKENS, "averaging_method": "residual", "lr": 2.5e-4}
     return json.dumps({"config": {**found, **changes}, "steps": 40, "score": 0.3, "wandb": None})
@@ -68,7 +68,7 @@ def test_every_array_is_used_exactly_once():
     assert Counter(ours) == Counter(theirs.keys())
 
 
-def test_what_the_arrays_tell():
+def test_what_the_arrays_determine():
     config = imported(tree_of()).config
     assert config.fork_layers == (2, 5, 8)
     assert (config.n_layer, config.width, config.vocab_size, config.budget) == (10, WIDTH, VOCABULARY, 2)
@@ -136,7 +136,7 @@ def test_it_computes_what_their_code_computed(case):
     torch.testing.assert_close(entropy, torch.tensor(case["entropy"], **exact), atol=ORACLE_OUTPUT, rtol=0)
 
 
-def test_scores_closer_than_our_steps_are_told_apart():
+def test_scores_closer_than_our_steps_are_distinguished():
     """Two scores within 1/4096 of each other, where the choice falls between them."""
     tree, ids = tree_of(seed=9), rows_of_ids(1, seed=9)
     (result,) = assert_computes_the_same(tree, ids, budget=1.25)
@@ -176,7 +176,7 @@ def test_the_gradient_is_theirs():
 
 
 def test_what_differs_from_our_own_form_is_seen():
-    """Else the switch would be tested by nothing."""
+    """Otherwise nothing would test the switch."""
     model = imported(tree_of(seed=1))
     plain = Thoughtbubbles(replace(model.config, authors_compat=False)).double()
     plain.load_state_dict(model.state_dict())
@@ -411,7 +411,7 @@ def test_many_mistakes_are_counted():
         ({"vocab_size": 50304}, r"config.json says vocab_size = 50304, but wte has 23"),
         ({"plan": ["regular", *PLAN[1:5], "regular", *PLAN[6:]]}, r"blocks_5/fork_embedding is not part of this"),
         ({"plan": [*PLAN, "regular"]}, r"has a plan of 11 blocks, but there are arrays of 10"),
-        ({"averaging_method": "logit"}, r'averaging_method = "logit" is in no JAX code of theirs'),
+        ({"averaging_method": "logit"}, r'averaging_method = "logit" is not in the authors. JAX code'),
         ({"n_head": 5}, r"width = 12: make it a multiple of n_head = 5"),
         ({"max_block_size": 4}, r"budget = 0.5 is below 1"),
         ({"bias": False}, r"bias is not part of this model"),
@@ -424,10 +424,10 @@ def test_settings_that_do_not_fit_the_arrays(changes, message, tmp_path):
         import_model(tmp_path)
 
 
-def test_what_nobody_tells_is_asked_for(tmp_path):
+def test_missing_settings_are_requested(tmp_path):
     tree = tree_of()
     for left_out, option in (("heads", "--heads"), ("block_size", "--block-size"), ("budget", "--budget")):
-        with pytest.raises(ValueError, match=f"neither the arrays nor a config.json tell it; give {option}"):
+        with pytest.raises(ValueError, match=f"neither the arrays nor a config.json have it; give {option}"):
             imported(tree, **{left_out: None})
     np.savez(tmp_path / "params.npz", **{name: array.numpy() for name, array in tree.items()})
     (tmp_path / "config.json").write_text(settings())
@@ -435,7 +435,7 @@ def test_what_nobody_tells_is_asked_for(tmp_path):
         import_model(tmp_path, heads=6)
 
 
-def test_what_is_no_checkpoint(tmp_path):
+def test_what_is_not_a_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         import_model(tmp_path / "absent")
     with pytest.raises(ValueError, match=r"is not a checkpoint of the authors' code: it has no Orbax folder"):
@@ -447,7 +447,7 @@ def test_what_is_no_checkpoint(tmp_path):
         (tmp_path / name).write_bytes(b"not what the name says")
         with pytest.raises(ValueError, match=f"{name} cannot be read .*: it is damaged"):
             import_model(tmp_path / name)
-    with pytest.raises(ValueError, match=r"has no table wte .*, but embedding: see"):
+    with pytest.raises(ValueError, match=r"has no array wte .*, but embedding: see"):
         imported({"embedding": np.zeros((3, 4))})
     with pytest.raises(ValueError, match="wte has dtype int64: a parameter has floating-point numbers"):
         imported({"wte": np.zeros((3, 4), np.int64)})
@@ -460,7 +460,7 @@ def test_a_folder_of_ours_is_not_theirs(tmp_path):
     with pytest.raises(ValueError, match=r"config.json does not describe a run of the authors' code"):
         import_model(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json: not JSON .*: mend it, or take it away"):
+    with pytest.raises(ValueError, match=r"config.json: not JSON .*: fix it, or remove it"):
         import_model(folder)
 
 

@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints of the authors' code: one line that names the file, at once, nothing allocated."""
+"""Damaged and hostile checkpoints of the authors' code: an immediate error of one line, nothing allocated."""
 
 import io
 import json
@@ -81,7 +81,7 @@ def test_a_damaged_config(npz, text):
         ({"heads": 10**30}, "--heads"),
         ({"heads": True}, "--heads true"),
         ({"heads": "2"}, '--heads "2"'),
-        ({"heads": -1}, "--heads -1: it is a whole number from 1"),
+        ({"heads": -1}, "--heads -1: it must be a whole number from 1"),
         ({"block_size": 10**12}, "--block-size"),
         ({"block_size": 0}, "--block-size 0"),
         ({"budget": float("nan")}, "budget"),
@@ -136,14 +136,14 @@ def test_headers_that_lie(npz, content):
 
 
 @pytest.mark.parametrize("kind", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_a_bomb_is_not_unpacked(tmp_path, kind):
+def test_a_bomb_is_not_decompressed(tmp_path, kind):
     n = 1 << 22
     packed(tmp_path / "params.npz", "wte", header((n // 8, 2)) + bytes(n), kind=kind)
     assert "its arrays claim 4,19" in refusal(tmp_path / "params.npz", **OPTIONS)
 
 
 @pytest.mark.parametrize("kind", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_a_bomb_that_claims_to_be_small_is_not_unpacked(tmp_path, kind):
+def test_a_bomb_that_claims_to_be_small_is_not_decompressed(tmp_path, kind):
     """The directory, which is what is read, is written last: by then the member claims fewer bytes than it has."""
     honest, size = header((16, 2)) + bytes(128), 1 << 26
     with zipfile.ZipFile(tmp_path / "params.npz", "w", kind) as archive:
@@ -156,7 +156,7 @@ def test_a_bomb_that_claims_to_be_small_is_not_unpacked(tmp_path, kind):
     finally:
         tracemalloc.stop()
     assert (
-        "Bad CRC-32" if kind == zipfile.ZIP_DEFLATED else f"wte.npy is packed by method {kind}: write it by"
+        "Bad CRC-32" if kind == zipfile.ZIP_DEFLATED else f"wte.npy has compression method {kind}: use np.savez"
     ) in told
     assert peak < size / 4
 
@@ -171,7 +171,7 @@ def test_arrays_of_several_pieces(tmp_path, kind):
     packed(tmp_path / "b.npz", "wte", content, kind=kind)
     with zipfile.ZipFile(tmp_path / "b.npz", "a") as archive:
         archive.getinfo("wte.npy").CRC ^= 1
-        archive.writestr("more.npy", content)  # so that the directory is written anew
+        archive.writestr("more.npy", content)  # so that the directory is written again
     with pytest.raises(zipfile.BadZipFile, match="Bad CRC-32"):
         read_npz(tmp_path / "b.npz")
 
@@ -190,7 +190,7 @@ def test_bytes_of_the_other_order_are_read(tmp_path, tree):
 
 
 def set_field(path, offset, value):
-    """In the headers of every member, at the front and in the directory behind (which has two bytes more)."""
+    """In the headers of every member, at the front and in the directory at the end (which has two bytes more)."""
     data = bytearray(path.read_bytes())
     for signature, shift in ((b"PK\x03\x04", 0), (b"PK\x01\x02", 2)):
         place = data.find(signature)
@@ -201,7 +201,7 @@ def set_field(path, offset, value):
 
 
 @pytest.mark.parametrize(("offset", "value"), [(6, 1), (8, 99), (8, 8), (8, 12), (8, 14)], ids=str)
-def test_encrypted_and_unknown_packing(npz, offset, value):
+def test_encryption_and_unknown_compression(npz, offset, value):
     """RuntimeError, NotImplementedError, zlib.error, OSError, LZMAError."""
     set_field(npz, offset, value)
     assert "cannot be read" in refusal(npz, **OPTIONS)

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # `hf` would ask the Hub about a folder that is at hand
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # `hf` would ask the Hub even about a local folder
 
 import lm_eval
 import pytest
@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 import thoughtbubbles.interop.hf  # noqa: F401 (so that `hf` can open our folders)
 from helpers import SAME_ROW_FLOAT32
 from thoughtbubbles.evals.documents import open_benchmark
-from thoughtbubbles.evals.evaluate import sit
+from thoughtbubbles.evals.evaluate import evaluate
 from thoughtbubbles.evals.metrics import Answer
 from thoughtbubbles.evals.tasks import TASKS
 from thoughtbubbles.interop.harness_tasks import local_tasks
@@ -23,7 +23,7 @@ from thoughtbubbles.interop.lm_eval import ThoughtbubblesLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.data]
 
-SAME_MARKS = {"accuracy_sum": "acc", "accuracy_character": "acc_norm"}  # ours, and the harness's names for them
+SAME_SCORES = {"accuracy_sum": "acc", "accuracy_character": "acc_norm"}  # ours, and the harness's names for them
 
 REAL = (
     ({"lambada_openai", "hellaswag", "arc_easy", "arc_challenge", "piqa"}, 200),
@@ -70,13 +70,13 @@ def native_answers(model: ThoughtbubblesLM, task: str, data: Path, limit: int) -
     chosen = {name: numbers[:limit] for name, numbers in parts.items()}
     found: dict[int, Answer] = {}
     asked = {number: benchmark.documents[number] for numbers in chosen.values() for number in numbers}
-    sit(model.model, GPT2, benchmark.task, asked, keep=found.__setitem__)
+    evaluate(model.model, GPT2, benchmark.task, asked, keep=found.__setitem__)
     return {name: [found[number] for number in numbers] for name, numbers in chosen.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_native_and_harness_agree_on_real_documents(real_data, cache, tmp_path, kind):
-    """Blocks of 256 tokens have room for most documents: some are cut and most are not."""
+    """Most documents fit into 256 tokens: some are truncated and most are not."""
     checkpoints = save_models(tmp_path, block_size=256, merge="residual")  # decodes one row per token, which saves time
     model = ThoughtbubblesLM(checkpoints[kind])
     folder = local_tasks(real_data, cache_dir=cache)
@@ -90,7 +90,7 @@ def test_native_and_harness_agree_on_real_documents(real_data, cache, tmp_path, 
                     n_documents += 1
                     theirs = [log_prob for ((log_prob, _),) in sample["resps"]]
                     assert answer.log_probs == pytest.approx(theirs, abs=SAME_ROW_FLOAT32, rel=0)
-                    ways = {"accuracy": "acc"} if len(theirs) == 1 else SAME_MARKS
+                    ways = {"accuracy": "acc"} if len(theirs) == 1 else SAME_SCORES
                     assert all(answer.scores[way] == sample[acc] for way, acc in ways.items() if acc in sample)
             assert n_documents >= 200
     assert model.get_model_info()["requests_truncated"] > 0

@@ -1,4 +1,4 @@
-"""The harness's tasks on local files: they ask what upstream asks, are written once, and refuse what is wrong."""
+"""The harness's tasks on local files: they ask what upstream asks, are written once, and reject mistakes."""
 
 import json
 import os
@@ -118,7 +118,7 @@ def test_few_shot_prompts_come_from_the_other_splits(data, cache):
     assert "Question: Who?\nAnswer: e\n\nQuestion: What eats?\nAnswer:" in context
 
 
-def test_definitions_are_written_once_and_anew_when_the_data_changes(tmp_path):
+def test_definitions_are_written_once_and_again_when_the_data_changes(tmp_path):
     path, cache = tmp_path / "piqa.validation.jsonl", tmp_path / "cache"
     record = RECORDS["piqa.validation"][0]
     path.write_text(json.dumps(record) + "\n")
@@ -183,13 +183,13 @@ def test_bad_input(data, tmp_path):
     assert "did you mean blimp_wh_island" in refused(tasks=("piqa", "blimp_wh_ilsand"))
     assert "choose from lambada_openai, hellaswag, blimp, arc_easy" in refused(tasks=("xyz",))
     assert "--tasks is empty" in refused(tasks=())
-    assert "there is no such folder" in refused(data_dir=tmp_path / "nowhere")
+    assert "does not exist" in refused(data_dir=tmp_path / "nowhere")
     missing = refused(data_dir=tmp_path, tasks=("hellaswag",))
     assert f"{tmp_path} has no hellaswag.validation.jsonl" in missing
     assert "datasets/Rowan/hellaswag" in missing
     assert "activity_label, ctx_a, ctx_b, endings, label" in missing
     for limit in (0, -1, True, "5", 1.5, 10**30):
-        assert f"--limit {limit}: give a whole number from 1 on" in refused(limit=limit)
+        assert f"--limit {limit}: give a whole number of 1 or more" in refused(limit=limit)
     assert "choose float32" in refused(dtype="float8")
     assert "dtype = ['float32']" in refused(dtype=["float32"])
     assert "is below 1" in refused(budget=0.5)

@@ -1,4 +1,4 @@
-"""`past_key_values` in everybody's own loop: when a call returns them, what they cost, and what they answer."""
+"""`past_key_values` in a custom loop: when a call returns them, what they cost, and what they support."""
 
 import copy
 
@@ -19,7 +19,7 @@ def causal(tmp_path_factory):
 
 
 def read_on(model, ids, mask, first, **options):
-    """The loop as it is written for any model: one call for the prompt, one for each token behind it."""
+    """The loop as it is written for any model: one call for the prompt, one for each later token."""
     out = model(ids[:, :first], attention_mask=None if mask is None else mask[:, :first], **options)
     pieces = [out.logits]
     for i in range(first, ids.shape[1]):
@@ -67,7 +67,7 @@ class Counting(TorchFunctionMode):
 
 @pytest.mark.parametrize("use_cache", [None, False, True])
 def test_a_mask_is_taken_apart_once(causal, use_cache):
-    """Which is told by the one `argmax` that this takes; every time a GPU has to be waited for."""
+    """Shown by the one `argmax` that this takes; every one synchronises with a GPU."""
     model, core = causal
     ids, mask = random_ids(core.config, 2, 4), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     with Counting(Tensor.argmax) as counted:
@@ -90,7 +90,7 @@ def test_when_a_call_returns_a_cache(tmp_path, causal):
     model.train()
     assert model(ids).past_key_values is None
     model.eval()
-    assert model._replicate_for_data_parallel()(ids).past_key_values is None  # results of replicas are joined
+    assert model._replicate_for_data_parallel()(ids).past_key_values is None  # results of replicas are gathered
     block, _ = pair(tmp_path / "block", "block", dtype=torch.float64)
     for said in (None, True):  # a cache would be an approximation: only a call can ask for one
         block.config.use_cache = said
@@ -156,8 +156,8 @@ def test_a_cache_that_is_not_read_yet_can_do_all_that_one_can(causal):
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-def test_columns_of_padded_rows_are_forgotten(causal, is_read):
-    """Padding is a column, and no token: a row with more of it has fewer tokens left."""
+def test_columns_of_padded_rows_are_removed(causal, is_read):
+    """Padding is a column but not a token: a row with more of it has fewer tokens left."""
     model, core = causal
     ids = random_ids(core.config, 3, 12)
     mask = (torch.arange(12) >= torch.tensor([[0], [4], [2]])).long()

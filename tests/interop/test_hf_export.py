@@ -1,4 +1,4 @@
-"""`thoughtbubbles export`: a folder that opens without this package, tells its run's own numbers, and eats nothing."""
+"""`thoughtbubbles export`: a folder that loads without this package, has its run's own numbers, and deletes nothing."""
 
 import ast
 import json
@@ -46,7 +46,7 @@ def model_in(folder: Path, kind: str = "causal", *, seed: int = 0, **changes) ->
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    """A run's folder with two checkpoints, and real examinations of both."""
+    """A run's folder with two checkpoints, and real evaluations of both."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     described = {
         "config": {"name": "first|try", "data": {"mixture": ["data/books", "web"]}},
@@ -78,7 +78,7 @@ def run(tmp_path, finished) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-# The code that travels
+# The exported code
 
 
 def test_the_code_needs_torch_and_transformers_alone(tmp_path):
@@ -202,13 +202,13 @@ def test_nothing_is_lost(tmp_path, run):
     export(run, out=out)
     export(run, out=out)  # its own work may be replaced
     (out / "README.md").write_text("licensed with care")
-    with pytest.raises(ValueError, match=r"not just what an earlier export wrote \(README.md has"):
+    with pytest.raises(ValueError, match=r"not just an earlier export \(README.md has"):
         export(run, out=out)
     assert (out / "README.md").read_text() == "licensed with care"
 
     export(run, out=tmp_path / "second")
     (tmp_path / "second" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"notes\.txt is not from there"):
+    with pytest.raises(ValueError, match=r"notes\.txt is not part of it"):
         export(run, out=tmp_path / "second")
     write_manifest(run / "step-00000080")  # as training does
     for taken in (run, run / "step-00000080", run / "step-00000080" / "model"):
@@ -222,21 +222,21 @@ def test_nothing_is_lost(tmp_path, run):
     (tmp_path / "empty").mkdir()
     export(run, out=tmp_path / "empty")
     (tmp_path / "empty" / "drafts").mkdir()
-    with pytest.raises(ValueError, match="drafts is not from there"):
+    with pytest.raises(ValueError, match="drafts is not part of it"):
         export(run, out=tmp_path / "empty")
     (tmp_path / "empty" / "drafts").rmdir()
     (tmp_path / "empty" / "weights").symlink_to(tmp_path / "second")
-    with pytest.raises(ValueError, match="weights is not from there"):
+    with pytest.raises(ValueError, match="weights is not part of it"):
         export(run, out=tmp_path / "empty")
     (tmp_path / "empty" / "weights").unlink()
     kept = tmp_path / "kept.py"
     (tmp_path / "empty" / "shapes.py").rename(kept)
     (tmp_path / "empty" / "shapes.py").symlink_to(kept)
-    with pytest.raises(ValueError, match=r"shapes\.py is not from there"):
+    with pytest.raises(ValueError, match=r"shapes\.py is not part of it"):
         export(run, out=tmp_path / "empty")
 
 
-def test_a_link_and_the_folder_where_one_stands(tmp_path, run, monkeypatch):
+def test_a_link_and_the_current_folder(tmp_path, run, monkeypatch):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     export(run, out=tmp_path / "link")
@@ -248,8 +248,8 @@ def test_a_link_and_the_folder_where_one_stands(tmp_path, run, monkeypatch):
     assert "# here" in (tmp_path / "here" / "README.md").read_text()
 
 
-def test_saving_an_export_anew_points_to_no_code(tmp_path):
-    """Opened with our class, so the code beside the weights is not there to be written again."""
+def test_saving_an_export_again_points_to_no_code(tmp_path):
+    """Loaded with our class, so there is no code next to the weights to write again."""
     model_in(tmp_path / "native")
     model = AutoModelForCausalLM.from_pretrained(export(tmp_path / "native", out=tmp_path / "out"))
     assert type(model) is ThoughtbubblesForCausalLM
@@ -349,8 +349,8 @@ def results(place: Path) -> dict:
     return json.loads((place / "results.json").read_text())
 
 
-def percent(mark: dict) -> str:
-    return f"{100 * mark['mean']:.2f} ± {100 * mark['standard_error']:.2f}"
+def percent(score: dict) -> str:
+    return f"{100 * score['mean']:.2f} ± {100 * score['standard_error']:.2f}"
 
 
 def expected_lines(run: Path, step: int) -> list[str]:
@@ -377,7 +377,7 @@ def expected_lines(run: Path, step: int) -> list[str]:
     ]
 
 
-def test_the_card_tells_the_runs_own_numbers(tmp_path, run):
+def test_the_card_has_the_runs_own_numbers(tmp_path, run):
     text = (export(run, out=tmp_path / "my-model") / "README.md").read_text()
     front = front_matter(text)
     assert (front["library_name"], front["pipeline_tag"]) == ("transformers", "text-generation")
@@ -419,7 +419,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def test_each_result_is_in_the_card_once(run, tmp_path):
-    """Of the same settings the newest; other budgets, limits and weights are told apart."""
+    """Of the same settings the newest; other budgets, limits and weights are separate."""
     before = lines_of(card_of(run))
     (path,) = (run / "eval" / "step-00000080").glob("*/results.json")
     older, newer = results(path.parent), results(path.parent)
@@ -439,7 +439,7 @@ def test_each_result_is_in_the_card_once(run, tmp_path):
     assert len([line for line in lines_of(card_of(run)) if line.startswith("| BLiMP |")]) == 2
 
 
-def test_several_budgets_are_lines_of_their_own(run):
+def test_several_budgets_are_separate_lines(run):
     place = run / "step-00000080"
     benchmarks = Path(__file__).parents[2] / "docs" / "examples" / "benchmarks"
     evaluate(
@@ -447,7 +447,7 @@ def test_several_budgets_are_lines_of_their_own(run):
         World(torch.device("cpu")),
     )
     found = [line for line in lines_of(card_of(run)) if line.startswith("| BLiMP |")]
-    assert sorted(line.split(" | ")[-2] for line in found) == ["1", "1.5", "2.0"]  # 2 has been examined before
+    assert sorted(line.split(" | ")[-2] for line in found) == ["1", "1.5", "2.0"]  # 2 has been evaluated before
 
 
 DAMAGE = ["", "{", "[1]", "null", "[" * 10**5, "1" * 5000, '{"a": ' * 10**5, '"x"', "\0", '{"step": "x"}']
@@ -500,7 +500,7 @@ def test_an_export_of_an_export_keeps_its_numbers(tmp_path, run):
     assert again.count("The numbers below") == 1
 
 
-def test_an_export_that_was_examined_tells_each_result_once(tmp_path, run):
+def test_an_export_that_was_evaluated_lists_each_result_once(tmp_path, run):
     first = export(run, out=tmp_path / "first")
     once = (first / "README.md").read_text()
     shutil.copytree(run / "eval" / "step-00000080", first / "eval")  # the same numbers, in a table of other columns
@@ -529,9 +529,9 @@ def test_a_card_without_a_run_invents_nothing(tmp_path):
     for kind, words in (
         ("plain", "without forks"),
         ("copy-3", "copy-3 baseline"),
-        ("causal-residual", "A row keeps at most 1.5 streams per token, counted over all of it"),
+        ("causal-residual", "A row keeps at most 1.5 streams per token on average"),
         ("causal-residual", "a single token may have up to 8."),
-        ("block-fixed", "A row of any length keeps at most what 2 streams per token are in a full one"),
+        ("block-fixed", "A row of any length keeps at most as many streams as a full row with 2 streams per token"),
     ):
         described = card(
             "x", config_of(kind), parameters=1, dtype="float32", folder=tmp_path, has_tokenizer=kind == "plain"

@@ -118,9 +118,9 @@ def test_the_cache_of_block_selection_is_the_causal_rule(tmp_path):
     exact = model.generate(**batch(PROMPTS), **greedy)[:, 7:].tolist()
     assert exact != approximate
     assert model.generate(**batch(PROMPTS), generation_config=GenerationConfig(**greedy))[:, 7:].tolist() == exact
-    assert model.generation_config.use_cache is None  # decided when it is asked, and left open in what is saved
+    assert model.generation_config.use_cache is None  # decided at each call, and not saved
     fixed, _ = pair(tmp_path / "fixed", "block-fixed")
-    with pytest.raises(ValueError, match="a fixed budget looks at the whole block"):
+    with pytest.raises(ValueError, match="a fixed budget applies to the full context"):
         fixed.generate(**batch(PROMPTS), **greedy, use_cache=True)
 
 
@@ -207,7 +207,7 @@ WAYS = ["prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model"]
 
 @pytest.mark.parametrize("way", slow_but(["prompt_lookup_num_tokens"], WAYS))
 def test_ways_that_read_several_tokens_at_a_time(tmp_path, way):
-    """In pieces; with guesses that are read together, and forgotten again where they were wrong."""
+    """In pieces; with guesses that are read together, and removed again where they were wrong."""
     model, core = pair(tmp_path / "model", "causal", dtype=torch.float64)
     prompt = [3, 1, 4, 1, 5, 9, 3, 1]
     guesser = lively_model(core.config, seed=1, dtype=torch.float64).eval()
@@ -217,7 +217,7 @@ def test_ways_that_read_several_tokens_at_a_time(tmp_path, way):
     assert written[0, 8:].tolist() == ours(core, [prompt], max_new=5, sampling=Sampling(temperature=0))[0]
 
 
-def test_a_dialogue_goes_on_from_its_cache(tmp_path):
+def test_a_dialogue_continues_from_its_cache(tmp_path):
     """A prompt, its continuation, and more text, read through one cache that has to grow twice."""
     model, core = pair(tmp_path / "model", "causal", dtype=torch.float64)
     cache = ThoughtbubblesCache(capacity=4)
@@ -232,7 +232,7 @@ def test_a_dialogue_goes_on_from_its_cache(tmp_path):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", slow_but(["causal"], CACHED))
-def test_reading_in_pieces_equals_reading_at_once(tmp_path, kind, side):
+def test_reading_in_pieces_equals_reading_in_parallel(tmp_path, kind, side):
     model, core = pair(tmp_path / "model", kind, dtype=torch.float64)
     lengths, width = [12, 5, 9], 12
     ids = random_ids(core.config, 3, width)

@@ -175,7 +175,7 @@ def padded(rows, side, width):
 def test_a_padded_row_is_the_row_alone(tmp_path, kind, side):
     model, core = pair(tmp_path / "model", kind, dtype=torch.float64)
     rows = [random_ids(core.config, 1, n, seed=n)[0] for n in (13, 5, 1, 8)]
-    ids, mask = padded(rows, side, 20)  # wider than the block, whose size counts tokens
+    ids, mask = padded(rows, side, 20)  # longer than block_size, which counts tokens
     labels = ids.masked_fill(mask == 0, -100)
     with torch.no_grad():
         out = model(ids, attention_mask=mask, labels=labels)
@@ -217,7 +217,7 @@ def test_the_loss_is_the_cores(tmp_path, kind):
         assert torch.equal(model.get_parameter(name).grad, weight.grad)
 
 
-def test_accumulated_pieces_are_the_whole(tmp_path):
+def test_accumulated_micro_batches_equal_the_full_batch(tmp_path):
     model, core = pair(tmp_path / "model", "causal", dtype=torch.float64)
     rows = [random_ids(core.config, 1, n, seed=n)[0] for n in (13, 3, 7, 5)]
     ids, mask = padded(rows, "right", 14)
@@ -417,7 +417,7 @@ def test_forms_of_gradient_checkpointing_that_are_refused(options, message):
     assert not model.is_gradient_checkpointing
 
 
-def test_copies_and_replaced_children_stay_whole(tmp_path):
+def test_copies_and_replaced_children_stay_consistent(tmp_path):
     model, core = pair(tmp_path / "model", "causal")
     ids = random_ids(core.config, 2, 9)
     expected = logits(core, ids)
@@ -426,7 +426,7 @@ def test_copies_and_replaced_children_stay_whole(tmp_path):
         other.embedding.weight.zero_()
         assert torch.equal(model(ids).logits, expected)
         assert not torch.equal(other(ids).logits, expected)
-        replica = model._replicate_for_data_parallel()  # as for a second GPU: children of its own follow
+        replica = model._replicate_for_data_parallel()  # as for a second GPU: its own children follow
         assert replica.core is not model.core
         replica._modules["final_norm"] = torch.nn.Identity()
         assert not torch.equal(replica(ids).logits, expected)
@@ -436,7 +436,7 @@ def test_copies_and_replaced_children_stay_whole(tmp_path):
 
 
 class Adapted(torch.nn.Module):
-    """As LoRA does it: the layer itself, and something to learn beside it."""
+    """Like LoRA: the layer itself, and trainable weights next to it."""
 
     def __init__(self, layer):
         super().__init__()
@@ -484,7 +484,7 @@ def test_new_tokens_may_be_written(tmp_path, added, size):
     theirs.add_tokens([f"<{i}>" for i in range(added)])
     model.resize_token_embeddings(len(theirs), mean_resizing=False)
     assert (len(theirs), model.config.n_ids) == (size, size)
-    with torch.no_grad():  # the last token is the likeliest, whatever comes before
+    with torch.no_grad():  # the last token is the most likely, whatever comes before
         model.final_norm.weight.zero_()
         model.final_norm.bias.normal_()
         model.embedding.weight[-1] = model.final_norm.bias * 10
@@ -504,7 +504,7 @@ def test_a_device_map(tmp_path):
     torch.testing.assert_close(model(ids).logits.cpu(), logits(core, ids.cpu()), atol=SAME_ROW_FLOAT32, rtol=0)
 
 
-def test_the_tokenizer_beside_it(tmp_path):
+def test_the_tokenizer_next_to_it(tmp_path):
     core = lively_model(config_of("causal", vocab_size=300), dtype=torch.float32)
     save_model(tmp_path / "model", core, tokenizer=tokenizer("bytes"))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -516,7 +516,7 @@ def test_the_tokenizer_beside_it(tmp_path):
     assert model(**theirs("ab", return_tensors="pt")).logits.shape == (1, 2, 300)
 
 
-def test_a_cache_of_ones_own_is_empty():
+def test_a_new_cache_is_empty():
     cache = ThoughtbubblesCache()
     assert (cache.get_seq_length(), cache.batch_size, cache.is_initialized) == (0, -1, False)
     cache.batch_repeat_interleave(2)

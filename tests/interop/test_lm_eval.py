@@ -151,7 +151,7 @@ def test_texts_are_those_of_generate(checkpoints, kind):
     assert cut == whole[: whole.index(stop)]
 
 
-def test_a_request_that_is_asked_again_draws_anew(checkpoints):
+def test_a_repeated_request_draws_a_new_sample(checkpoints):
     model = ThoughtbubblesLM(checkpoints["causal"])
     settings = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 1.0}
     again = asks("generate_until", *[("The cat", settings)] * 3)
@@ -225,27 +225,27 @@ def test_other_questions_and_another_config_are_not_overwritten(checkpoints, tmp
     folder, found = Path(shutil.copytree(checkpoints["causal"], tmp_path / "model")), []
     config = json.loads((folder / "config.json").read_text())
 
-    def sit(goal: str, **changes) -> None:
+    def run(goal: str, **changes) -> None:
         write_records(tmp_path, "piqa.validation", [{**RECORDS["piqa.validation"][0], "goal": goal}])
         (folder / "config.json").write_text(json.dumps({**config, **changes}))
         found.append(run_harness(folder, tasks=("piqa",), data_dir=tmp_path, cache_dir=tmp_path / "cache")["name"])
 
-    sit("Dry a cup")
-    sit("Dry a pot")
-    sit("Dry a pot", selection="block")
+    run("Dry a cup")
+    run("Dry a pot")
+    run("Dry a pot", selection="block")
     assert len(set(found)) == 3
     assert {path.parent.name for path in folder.glob("eval/*/results.json")} == set(found)
-    sit("Dry a cup")
+    run("Dry a cup")
     assert found[3] == found[0]
 
 
-def test_results_that_are_moved_aside_are_told(data, cache, checkpoints, tmp_path, capsys):
+def test_results_that_are_moved_aside_are_reported(data, cache, checkpoints, tmp_path, capsys):
     wanted = {"tasks": ("piqa",), "data_dir": data, "cache_dir": cache, "out": tmp_path / "out"}
     first = run_harness(checkpoints["plain"], **wanted)["name"]
     assert "another evaluation" not in capsys.readouterr().err
     run_harness(checkpoints["plain"], **wanted, limit=1)
-    told = f"{tmp_path / 'out'} had the results of another evaluation: they are in {tmp_path / 'out' / first} now."
-    assert told in capsys.readouterr().err
+    message = f"{tmp_path / 'out'} had the results of another evaluation; moved them to {tmp_path / 'out' / first}."
+    assert message in capsys.readouterr().err
     assert (tmp_path / "out" / first / "results.json").exists()
 
 
@@ -259,7 +259,7 @@ def run_command(*words: str | Path, cwd: Path, **variables: str) -> subprocess.C
 
 @pytest.mark.slow
 def test_the_stock_command_knows_our_model(data, checkpoints, tmp_path):
-    """In a fresh process that was told nothing but the paths of two definitions."""
+    """In a fresh process that is given only the paths of two definitions."""
     printed = run_command(
         *(sys.executable, "-m", "thoughtbubbles.interop.harness_tasks", data, "--cache-dir", tmp_path / "cache"),
         cwd=tmp_path,
@@ -292,7 +292,7 @@ def test_the_stock_command_knows_our_model(data, checkpoints, tmp_path):
 
 @pytest.mark.slow
 def test_the_commands_of_the_guide(data, checkpoints, tmp_path):
-    """All of them, one after the other, as they stand there."""
+    """All of them, one after the other, as written."""
     mine = shutil.copytree(data, tmp_path / "data")
     upstream = Path(lm_eval.tasks.__file__).parent / "blimp"
     sets = [path.stem for path in upstream.glob("[!_]*.yaml")]

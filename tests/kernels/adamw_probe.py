@@ -1,6 +1,6 @@
 """Optimizer steps over tensors of awkward sizes, by kernel or by torch.
 
-Run in a process of its own with TRITON_INTERPRET=1: the kernel on the CPU against torch.optim in float64, as JSON.
+Run in a separate process with TRITON_INTERPRET=1: the kernel on the CPU against torch.optim in float64, as JSON.
 """
 
 import json
@@ -137,7 +137,7 @@ def bits(device: str) -> dict[str, bool]:
 
 
 def tables(device: str) -> dict[str, bool]:
-    """Made anew when something has moved, and only then."""
+    """Rebuilt when something has moved, and only then."""
     model = Tensors(device=device, dtype=torch.float32)
     optimizer = by_kernel(model, OPTIM)
     give_gradients(model, 0)

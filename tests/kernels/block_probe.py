@@ -61,7 +61,7 @@ class Heads:
         low: float = -6.0, high: float = 0.0, size: float = 1.0, dtype: torch.dtype = torch.float32,
         device: str = "cpu", is_bounded: bool = True, least: float | None = None,
     ):  # fmt: skip
-        """`least`: the bound of the key biases that the kernels are told; by default one that `is_bounded` decides."""
+        """`least`: the bound of the key biases that the kernels are given; by default one that `is_bounded` decides."""
         self.head, self.n_head, self.qk, self.value = head, n_head, qk, value
         self.least = least if least is not None else 0.0 if is_bounded else -math.inf
         width = n_head * head
@@ -107,9 +107,9 @@ class Heads:
         grads = dict(
             zip(wanted, torch.autograd.grad(out, list(wanted.values()), self.upstream.to(out.dtype)), strict=True)
         )
-        if self.value:  # of a score that has vanished nobody asks for the gradient: exp passes nothing on
+        if self.value:  # the gradient of a score of 0 does not matter: exp passes nothing on
             grads["value"] = grads["value"] * (self.log_score.exp() > 0)
-        parts = zip("qkv", grads.pop("qkv").chunk(3, dim=-1), strict=True)  # none hides behind a larger one
+        parts = zip("qkv", grads.pop("qkv").chunk(3, dim=-1), strict=True)  # none is hidden by a larger one
         grads |= {f"gradient of {name}": part for name, part in parts}
         return {"out": out.detach(), **grads}
 
@@ -143,7 +143,7 @@ def half() -> Found:
 
 
 def unused_slots() -> Found:
-    """What stands in slots at the end that nobody asks for does not change a bit elsewhere."""
+    """The contents of unused slots at the end do not change a bit elsewhere."""
     heads, n_used = Heads(38, 16, batch=1), 19
     heads.upstream[:, n_used:] = 0
     results = []
@@ -218,7 +218,7 @@ def operators() -> Found:
 
 
 def block(head: int) -> Found:
-    """A whole block on the kernels, as if the CPU were a GPU, against the plain path in float64."""
+    """A full block on the kernels, as if the CPU were a GPU, against the reference path in float64."""
     heads = Heads(21, head)
     module, x = Block(2 * head, 2), torch.randn(2, 21, 2 * head)
     for parameter in module.parameters():

@@ -1,6 +1,6 @@
-"""Run in a process of its own with TRITON_INTERPRET=1: the kernels of a decoding step, on the CPU, against `Block`.
+"""Run in a separate process with TRITON_INTERPRET=1: the kernels of a decoding step, on the CPU, against `Block`.
 
-Prints one JSON object: the largest difference of a step's logits, of what is kept, and whether the streams agree.
+Prints one JSON object: the largest difference of a step's logits, of what is cached, and whether the streams agree.
 """
 
 import json
@@ -20,7 +20,7 @@ def differences(steps: int = 3, lengths: tuple[int, ...] = (3, 7, 1), **changes)
     shape = {"width": 256, "n_head": 8, "n_layer": 2, "block_size": max(lengths) + 5, "vocab_size": 40}
     config = small_config(**{**shape, "fork_layers": (0, 1), "merge": "residual", **changes})
     model = lively_model(config, dtype=torch.float32)
-    with torch.no_grad():  # wide sums of lively weights: nearer to what a trained model has
+    with torch.no_grad():  # many channels of lively weights: closer to a trained model
         for name, weight in model.named_parameters():
             if weight.ndim == 2 and "score" not in name:
                 weight.mul_(0.2)
@@ -36,7 +36,7 @@ def differences(steps: int = 3, lengths: tuple[int, ...] = (3, 7, 1), **changes)
         worst = max(worst, float((plain.logits - fast.logits)[active].abs().max()))
         same &= torch.equal(plain.streams[active], fast.streams[active])
     kept = [
-        float((a - b)[:, :, :, :-1].abs().max())  # the last slot is nobody's
+        float((a - b)[:, :, :, :-1].abs().max())  # the last slot is never read
         for one, other in zip(caches[0].spans, caches[1].spans, strict=True)
         for a, b in ((one.key, other.key), (one.value, other.value))
     ]

@@ -1,4 +1,4 @@
-"""Run in a process of its own with TRITON_INTERPRET=1: the kernels of the fork layer, on the CPU, against their twins.
+"""Run in a separate process with TRITON_INTERPRET=1: the fork layer's kernels, on the CPU, against their references.
 
 Rows of bubbles of all sizes, padded, with ties and with runs of one level; odd numbers of candidates, below and above
 the kernels' tiles. The tiles are made small, so that a bubble can be longer than one. Prints one JSON object: how many
@@ -53,7 +53,7 @@ def candidates(seed: int, *, rows: int, n_tokens: int, largest: int) -> tuple[Te
     forced = torch.stack([torch.zeros_like(original), original], dim=-1).flatten(1)
     token = token.repeat_interleave(2, dim=1)
     generator = torch.Generator().manual_seed(seed)
-    log_score = -torch.rand(token.shape, generator=generator) * rng.choice([2.0, 0.01, 0.0])  # 0.01: ties by the dozen
+    log_score = -torch.rand(token.shape, generator=generator) * rng.choice([2.0, 0.01, 0.0])  # 0.01: many ties
     key = candidate_keys(candidate_levels(log_score, token, forced, n_tokens))
     return key, token, torch.tensor(lengths)
 

@@ -1,7 +1,7 @@
-"""Run in a process of its own with TRITON_INTERPRET=1: the kernel of the loss, on the CPU, against float64 formulas.
+"""Run in a separate process with TRITON_INTERPRET=1: the kernel of the loss, on the CPU, against float64 formulas.
 
 `kernel`: prints the largest errors of one pass over random rows, all outputs being NaN before, as one JSON object.
-`mean`: the largest relative difference of loss and gradients between the whole path by kernel and the plain one.
+`mean`: the largest relative difference of loss and gradients between the full path by kernel and the reference.
 """
 
 import json
@@ -64,7 +64,7 @@ def kernel(vocabulary: int, most: int, dtype: torch.dtype, *, step: int, lowest:
         "score": float((score - expected_score).abs().max()),
         "logits": float((grad - expected_grad).norm() / expected_grad.norm()),
         "worst": float((grad - expected_grad).abs().max()),
-        "narrow": dtype != torch.float32,
+        "is_rounded": dtype != torch.float32,
     }
 
 
@@ -82,7 +82,7 @@ def mean(dtype: torch.dtype, most: int, *, chunk_rows: int) -> dict[str, float |
     pairs = zip(ours, plain, strict=True)
     return {
         "difference": float(torch.stack([(a - b).norm() / b.norm().clamp(min=1e-3) for a, b in pairs]).max()),
-        "narrow": dtype != torch.float32,
+        "is_rounded": dtype != torch.float32,
         "same_bits": all(torch.equal(a, b) for a, b in zip(ours, again, strict=True)),
         "same_without_gradients": torch.equal(alone, ours[0]) and not any(x.numel() for x in nothing[1:]),
     }
@@ -105,19 +105,19 @@ def no_such_target() -> dict[str, bool]:
 if __name__ == "__main__":
     torch.manual_seed(0)
     kernels.COLUMNS = 64  # several turns for a short row
-    wide, narrow = torch.float32, torch.bfloat16
+    float32, bfloat16 = torch.float32, torch.bfloat16
     cases = {
         "kernel": lambda: {
-            "bubbles": kernel(257, 8, wide, step=7),
-            "bubbles, narrow": kernel(50, 8, narrow, step=100),
-            "chunks of one row": kernel(64, 3, narrow, step=1),
-            "low scores": kernel(130, 8, wide, step=5, lowest=-60),
-            "single": kernel(1000, 1, narrow, step=5),
-            "single, few columns": kernel(3, 1, wide, step=100),
+            "bubbles": kernel(257, 8, float32, step=7),
+            "bubbles, bfloat16": kernel(50, 8, bfloat16, step=100),
+            "chunks of one row": kernel(64, 3, bfloat16, step=1),
+            "low scores": kernel(130, 8, float32, step=5, lowest=-60),
+            "single": kernel(1000, 1, bfloat16, step=5),
+            "single, few columns": kernel(3, 1, float32, step=100),
         },
         "mean": lambda: {
             f"{dtype}, up to {most} in chunks of {size}": mean(dtype, most, chunk_rows=size)
-            for dtype, most, size in [(wide, 8, 7), (wide, 1, 2), (narrow, 8, 256), (narrow, 4, 1)]
+            for dtype, most, size in [(float32, 8, 7), (float32, 1, 2), (bfloat16, 8, 256), (bfloat16, 4, 1)]
         },
         "no such target": no_such_target,
     }

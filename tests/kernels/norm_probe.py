@@ -14,7 +14,7 @@ FORMS = ("update_bias", "gate", "save_sum", "read_later")
 
 
 def error(ours: Tensor, exact: Tensor) -> float:
-    """Relative; absolute where the exact result is zero throughout (one stream has no choice whom to attend to)."""
+    """Relative; absolute where the exact result is zero throughout (a single stream can attend only to itself)."""
     return float((ours.detach().double() - exact.detach()).norm() / (float(exact.norm().detach()) or 1.0))
 
 
@@ -69,7 +69,7 @@ class Adds:
 
 
 def rounded_streams() -> Found:
-    """With streams in bfloat16 a backward that makes x' again has the very x' of the forward."""
+    """With streams in bfloat16 a backward that recomputes x' gets exactly the x' of the forward."""
     adds = Adds(9, 24, streams=torch.bfloat16)
     kept = adds.through_kernel()
     adds.save_sum = False

@@ -1,4 +1,4 @@
-"""The checks of test_compile.py, as a program of its own: torch.compile cannot trace the shape checks of the test run.
+"""The checks of test_compile.py, as a separate program: torch.compile cannot trace the shape checks of the test run.
 
 In the folder of the tests, python -m model.compile_probe CHECK exits 0 if the check holds.
 """
@@ -30,7 +30,7 @@ def make(name: str, **changes: Any) -> tuple[Thoughtbubbles, torch.Tensor]:
 
 
 def same_numbers(backend: str) -> None:
-    """The whole model in one graph, forward and backward, against eager."""
+    """The full model in one graph, forward and backward, against eager."""
     for name, changes in FORMS.items():
         model, ids = make(name, **changes)
         results = []

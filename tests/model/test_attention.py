@@ -25,8 +25,8 @@ GELU_ABSOLUTE = 1e-6  # its normal distribution is a formula with an error of 8e
 
 def inputs(streams: int = 13, head: int = 6, dtype: torch.dtype = torch.float64, low: float = -25.0):
     q, k, v = (torch.randn(2, 3, streams, head, dtype=dtype, requires_grad=True) for _ in range(3))
-    wide = torch.promote_types(dtype, torch.float32)
-    log_score = (low * torch.rand(2, streams, dtype=wide)).requires_grad_()
+    score_dtype = torch.promote_types(dtype, torch.float32)
+    log_score = (low * torch.rand(2, streams, dtype=score_dtype)).requires_grad_()
     return q, k, v, log_score
 
 
@@ -51,7 +51,7 @@ def test_both_paths_compute_the_same(scale, qk, value, head):
         torch.testing.assert_close(a, b, atol=SAME_FUNCTION, rtol=SAME_FUNCTION)
 
 
-def test_weights_are_a_causal_distribution_weakened_by_the_score():
+def test_weights_are_a_causal_distribution_attenuated_by_the_score():
     q, k, _, log_score = inputs(streams=5)
     weights = attention_weights(q, k, gated(log_score))
     torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights.sum(-1)))
@@ -121,7 +121,7 @@ def test_gates_that_are_off_are_absent():
 
 
 @pytest.mark.parametrize("selection", ["block", "causal"])
-def test_whole_models_agree_in_float32(selection):
+def test_full_models_agree_in_float32(selection):
     config = small_config(selection=selection)
     ids = random_ids(config, 2, 16)
     outputs = [
@@ -132,7 +132,7 @@ def test_whole_models_agree_in_float32(selection):
 
 
 def probe_kernels(cases: str) -> None:
-    """On the CPU, through Triton's interpreter, in a process of its own, since that is chosen at import."""
+    """On the CPU, through Triton's interpreter, in a separate process, since that is chosen at import."""
     command = [sys.executable, "-m", "kernels.block_probe", cases]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, env=environment)

@@ -1,4 +1,4 @@
-"""The probe that a key-value cache depends on: can later tokens change an earlier prediction?"""
+"""The property that a KV cache depends on: can later tokens change an earlier prediction?"""
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def test_only_an_edge_of_the_rounding_excuses_a_flipped_decision():
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_block_selection_is_not_causal_and_this_is_meant(merge):
-    """The paper's top-k looks at the whole row: for `block` the same probe must find a difference.
+    """The paper's top-k ranks the full row: for `block` the same probe must find a difference.
 
     If this test fails, either block selection has been changed into something else, or the probe above proves nothing.
     """

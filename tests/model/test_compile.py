@@ -1,4 +1,4 @@
-"""torch.compile: the whole model in one graph, the same numbers as without it, and no new graph at the next step."""
+"""torch.compile: the full model in one graph, the same numbers as without it, and no new graph at the next step."""
 
 import shutil
 import subprocess

@@ -35,7 +35,7 @@ def test_paper_sizes(size):
     assert count(ModelConfig.named(f"{size}-plain")) == count(ModelConfig.named(f"{size}-copy-3")) == plain
 
 
-def test_a_score_bias_adds_two_parameters_a_fork_layer():
+def test_a_score_bias_adds_two_parameters_per_fork_layer():
     assert count(named("150m", score_bias=2.0)) - count(ModelConfig.named("150m")) == 6
 
 
@@ -70,19 +70,19 @@ def test_lists_from_json_become_tuples():
         ({"n_layer": 2.5}, r"ModelConfig.n_layer = 2.5: give a whole number"),
         ({"width": 13}, r"ModelConfig.width = 13: make it a multiple of n_head = 3"),
         ({"width": 15}, r"ModelConfig.width = 15: .*5 channels each.*even"),
-        ({"fork_layers": (1, 4)}, r"ModelConfig.fork_layers = \(1, 4\): 4 is no block .* 0 to n_layer - 1 = 3"),
-        ({"fork_layers": (-1,)}, r"fork_layers = \(-1,\): -1 is no block"),
-        ({"fork_layers": (2, 1)}, r"fork_layers = \(2, 1\): list each layer once, in rising order"),
+        ({"fork_layers": (1, 4)}, r"ModelConfig.fork_layers = \(1, 4\): 4 is not a block .* 0 to n_layer - 1 = 3"),
+        ({"fork_layers": (-1,)}, r"fork_layers = \(-1,\): -1 is not a block"),
+        ({"fork_layers": (2, 1)}, r"fork_layers = \(2, 1\): list each layer once, in increasing order"),
         ({"fork_layers": (1, 1)}, r"fork_layers = \(1, 1\): list each layer once"),
         ({"copies": 3}, r"fork_layers = \(1, 2, 3\): copies = 3 is the baseline that does not fork"),
         ({"copies": 3, "fork_layers": ()}, r"merge = 'mixture': copy-N decodes the rightmost copy"),
         ({"budget": 0.5}, r"ModelConfig.budget = 0.5 is below 1"),
-        ({"budget": [1, 2]}, r"budget = \[1, 2\]: a model has one number"),
-        ({"budget": None}, r"budget = None: a model has one number"),
+        ({"budget": [1, 2]}, r"budget = \[1, 2\]: give one number"),
+        ({"budget": None}, r"budget = None: give one number"),
         ({"fork_layers": 5}, r"fork_layers = 5: give a tuple"),
         ({"gate_qk": "False"}, r"gate_qk = 'False': give True or False"),
         ({"score_bias": "x"}, r"score_bias = 'x': give a finite number"),
-        ({"budget_mode": "fixed"}, r"budget_mode = 'fixed': .*selection='block' only"),
+        ({"budget_mode": "fixed"}, r"budget_mode = 'fixed': .*requires selection='block'"),
         ({"budget_mode": "free"}, r"budget_mode = 'free': choose one of"),
         ({"selection": "random"}, r"selection = 'random': choose one of \('block', 'causal'\)"),
         ({"merge": "sum"}, r"merge = 'sum': choose one of"),

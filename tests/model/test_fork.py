@@ -56,8 +56,8 @@ def test_order_parentage_and_content(sizes, budget, rule, seed):
         own = record.own_log_score[0, parent, candidate % 2]
         assert after.log_score[0, slot] == before.log_score[0, parent] + own
         if record.is_fork[0, slot] and record.selected[0, 2 * record.parent[0, slot] + 1]:
-            beside = record.parent[0, slot + 1], record.is_fork[0, slot + 1]
-            assert beside == (parent, False), "a fork stands directly left of its parent where that survives"
+            neighbour = record.parent[0, slot + 1], record.is_fork[0, slot + 1]
+            assert neighbour == (parent, False), "a fork is directly left of its parent where that survives"
     assert after.log_score.isfinite().all()
     assert record.bubble_size[0].tolist() == [after.token[0].tolist().count(t) for t in range(n_tokens)]
 
@@ -185,7 +185,7 @@ def test_gradients_of_padded_rows_against_differences():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("cases", [4, pytest.param(40, marks=pytest.mark.slow)])
 def test_kernels_count_and_pack_as_the_reference_does(cases):
-    """On the CPU, through Triton's interpreter, in a process of its own, since that is chosen at import."""
+    """On the CPU, through Triton's interpreter, in a separate process, since that is chosen at import."""
     tests = Path(__file__).parents[1]
     paths = [str(tests), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}

@@ -9,9 +9,9 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 transformers = pytest.importorskip("transformers")
 
 
-def neox_twin(model: Thoughtbubbles) -> torch.nn.Module:
+def neox_reference(model: Thoughtbubbles) -> torch.nn.Module:
     config = model.config
-    twin = transformers.GPTNeoXForCausalLM(
+    reference = transformers.GPTNeoXForCausalLM(
         transformers.GPTNeoXConfig(
             vocab_size=config.vocab_size,
             hidden_size=config.width,
@@ -46,11 +46,11 @@ def neox_twin(model: Thoughtbubbles) -> torch.nn.Module:
             theirs[f"{to}.post_attention_layernorm.{kind}"] = ours[f"{source}.mlp_norm.{kind}"]
             theirs[f"{to}.mlp.dense_h_to_4h.{kind}"] = ours[f"{source}.mlp.up.{kind}"]
             theirs[f"{to}.mlp.dense_4h_to_h.{kind}"] = ours[f"{source}.mlp.down.{kind}"]
-    twin.get_output_embeddings().weight.data = ours["embedding.weight"]  # the name differs between versions
-    missing, unexpected = twin.load_state_dict(theirs, strict=False)
+    reference.get_output_embeddings().weight.data = ours["embedding.weight"]  # the name differs between versions
+    missing, unexpected = reference.load_state_dict(theirs, strict=False)
     assert not unexpected
-    assert len(missing) == 1, "all but the output table, which is there already"
-    return twin.eval()
+    assert len(missing) == 1, "all but the output projection, which is set already"
+    return reference.eval()
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 32])
@@ -61,7 +61,7 @@ def test_plain_setting_is_gpt_neox(tokens):
         torch.nn.init.normal_(parameter, std=0.3)
     ids = random_ids(model.config, 2, tokens)
     with torch.no_grad():
-        expected = neox_twin(model)(ids).logits
+        expected = neox_reference(model)(ids).logits
         found = model(ids, want=("logits",)).logits
     # NeoX computes rotation angles and softmax in float32 whatever the model's dtype; nothing else separates the two.
     assert (found - expected).norm() / expected.norm() < 1e-6

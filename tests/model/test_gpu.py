@@ -162,8 +162,8 @@ def test_our_add_and_norm_in_bfloat16(rows, channels, form):
     first, second = adds.through_kernel(), adds.through_kernel()
     assert all(torch.equal(first[name], second[name]) for name in first)
     errors = adds.errors(first)
-    for narrow in ("h", "gradient of update"):  # these are rounded once; all else is float32
-        assert errors.pop(narrow, 0.0) < BFLOAT16
+    for rounded in ("h", "gradient of update"):  # these are rounded once; all else is float32
+        assert errors.pop(rounded, 0.0) < BFLOAT16
     assert all(error < SAME_FUNCTION_FLOAT32 for error in errors.values()), errors
 
 

@@ -130,7 +130,7 @@ def test_float64_weights_are_drawn_in_float64():
     assert same(ours, build(small_config()))
     table = ours["embedding.weight"]
     assert table.std().item() == pytest.approx(0.02, rel=0.2)
-    assert (table.float().double() != table).any(), "not float32 numbers in a wider dress"
+    assert (table.float().double() != table).any(), "not float32 numbers converted to float64"
 
 
 def test_torchs_own_initial_values_are_not_drawn():

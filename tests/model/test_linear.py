@@ -1,4 +1,4 @@
-"""A linear map with and without a rounded copy of its weights: what is computed, and in which precision."""
+"""A linear layer with and without a rounded copy of its weights: what is computed, and in which precision."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ def test_with_a_copy_rounded_factors_are_multiplied(shape):
 
 
 def test_the_copy_is_what_is_multiplied():
-    """So whoever keeps copies has to renew them."""
+    """So whoever keeps copies has to update them."""
     linear, x = narrowed(), torch.randn(3, 24)
     before = linear(x)
     torch.nn.init.normal_(linear.weight)
@@ -154,14 +154,14 @@ def test_under_autocast():
 
 
 def test_product_dtype_follows_autocast():
-    wide, narrow, double = (torch.zeros(1, dtype=d) for d in (torch.float32, torch.bfloat16, torch.float64))
-    assert [product_dtype(x) for x in (wide, narrow, double)] == [torch.float32, torch.bfloat16, torch.float64]
+    single, half, double = (torch.zeros(1, dtype=d) for d in (torch.float32, torch.bfloat16, torch.float64))
+    assert [product_dtype(x) for x in (single, half, double)] == [torch.float32, torch.bfloat16, torch.float64]
     with torch.autocast("cpu", torch.bfloat16):
-        seen = [product_dtype(x) for x in (wide, narrow, double)]
+        seen = [product_dtype(x) for x in (single, half, double)]
         assert seen == [torch.bfloat16, torch.bfloat16, torch.float64]
-        assert seen == [(x[None] @ x[:, None]).dtype for x in (wide, narrow, double)]
+        assert seen == [(x[None] @ x[:, None]).dtype for x in (single, half, double)]
         with torch.autocast("cpu", enabled=False):
-            assert product_dtype(wide) == torch.float32
+            assert product_dtype(single) == torch.float32
 
 
 COMPILED = """
@@ -179,9 +179,9 @@ def backend(graph, inputs):
     return lookup_backend("aot_eager")(graph, inputs)
 
 compiled = torch.compile(model, fullgraph=True, backend=backend)
-for narrow in (False, True):
+for has_copy in (False, True):
     for linear in model:
-        linear.bf16_copy = linear.weight.detach().bfloat16() if narrow else None
+        linear.bf16_copy = linear.weight.detach().bfloat16() if has_copy else None
     for _ in range(3):
         results = []
         for run in (model, compiled):
@@ -192,17 +192,17 @@ for narrow in (False, True):
             results.append([out, *(p.grad for p in model.parameters())])
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b)
-        with torch.no_grad():  # renewed in place: the compiled code reads them anew
+        with torch.no_grad():  # updated in place: the compiled code reads them again
             for linear in model:
                 linear.weight.normal_()
-                if narrow:
+                if has_copy:
                     linear.bf16_copy.copy_(linear.weight)
 assert len(graphs) == 2, len(graphs)
 """
 
 
 def test_compiled_in_one_graph():
-    """In a process of its own: torch.compile cannot trace the shape checks of the test run. New copies, old code."""
+    """In a separate process: torch.compile cannot trace the shape checks of the test run. New copies, old code."""
     run = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
 

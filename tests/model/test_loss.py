@@ -82,7 +82,7 @@ def test_mean_loss_wherever_chunks_are_cut(sizes, rows_a_chunk, data):
         torch.testing.assert_close(a, b, atol=SAME_FUNCTION, rtol=SAME_FUNCTION)
 
 
-def test_one_row_a_token_is_cross_entropy(chunk_rows):
+def test_one_row_per_token_is_cross_entropy(chunk_rows):
     hidden, weight, _ = leaves(10)
     target = torch.randint(VOCABULARY, (10,))
     target[3] = IGNORED
@@ -94,7 +94,7 @@ def test_one_row_a_token_is_cross_entropy(chunk_rows):
 
 
 def test_row_log_prob_with_unequal_upstream_gradients(chunk_rows):
-    """Gradients made ahead for a mean would be wrong here: each row has its own share of the loss, some negative."""
+    """Gradients precomputed for a mean would be wrong here: each row has its own share of the loss, some negative."""
     hidden, weight, _ = leaves(10)
     target = torch.randint(VOCABULARY, (10,))
     share = torch.linspace(-2, 5, 10, dtype=torch.float64)
@@ -132,7 +132,7 @@ def test_very_unlikely_targets_stay_finite():
 
 
 def test_a_target_that_is_neither_real_nor_ignored_fails():
-    """Never quietly another token: there is no input validation for who calls the loss itself."""
+    """Never silently another token: direct calls of the loss have no input validation."""
     hidden, weight, _ = leaves(4)
     with pytest.raises((RuntimeError, IndexError)):
         mean_loss(hidden, weight, torch.full((4,), -1))
@@ -248,7 +248,7 @@ print(extra_peak_bytes(lambda: case.step("{form}"), device="cpu"))
     ],
 )
 def test_memory(form, bubbles, low, high):
-    """4096 rows, width 256, vocabulary 50304, forward and backward, in a process of its own."""
+    """4096 rows, width 256, vocabulary 50304, forward and backward, in a separate process."""
     benchmarks = Path(__file__).parents[2] / "benchmarks"
     code = MEMORY.format(form=form, bubbles=bubbles)
     run = subprocess.run([sys.executable, "-c", code], cwd=benchmarks, capture_output=True, text=True, check=True)
@@ -256,7 +256,7 @@ def test_memory(form, bubbles, low, high):
 
 
 def probe(case: str) -> dict[str, Any]:
-    """On the CPU, through Triton's interpreter, in a process of its own, since that is chosen at import."""
+    """On the CPU, through Triton's interpreter, in a separate process, since that is chosen at import."""
     script = Path(__file__).parents[1] / "kernels" / "loss_probe.py"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, str(script), case], capture_output=True, text=True, env=environment)
@@ -274,16 +274,16 @@ def test_the_kernel_against_float64():
         assert found["finite"], case
         assert found["nll"] < SAME_FUNCTION_FLOAT32, case
         assert found["score"] < SAME_FUNCTION_FLOAT32, case
-        rounding = BFLOAT16 if found["narrow"] else SAME_FUNCTION_FLOAT32
+        rounding = BFLOAT16 if found["is_rounded"] else SAME_FUNCTION_FLOAT32
         assert found["logits"] < rounding, case
         assert found["worst"] < rounding, case
 
 
 @needs_triton
 @pytest.mark.slow
-def test_chunks_by_kernel_are_the_plain_chunks():
+def test_chunks_by_kernel_are_the_reference_chunks():
     for case, found in probe("mean").items():
-        assert found["difference"] < (BFLOAT16 if found["narrow"] else SAME_FUNCTION_FLOAT32), case
+        assert found["difference"] < (BFLOAT16 if found["is_rounded"] else SAME_FUNCTION_FLOAT32), case
         assert found["same_bits"], case
         assert found["same_without_gradients"], case
 
@@ -306,7 +306,7 @@ def test_the_kernel_never_takes_a_wrong_target_for_another():
     ],
 )
 def test_chunks_hold_all_rows_and_not_too_much(device, rows, vocabulary, overlap):
-    """A device that is no CPU is taken for a GPU: whole tiles of rows, and a bound on the bytes of their logits."""
+    """A device that is not a CPU is treated as a GPU: full tiles of rows, and a bound on the bytes of their logits."""
     hidden, weight = torch.empty(rows, 1, device=device), torch.empty(vocabulary, 1, device=device)
     own = chunked_loss._chunk_rows(hidden, weight, overlap=overlap)
     assert own >= 1
@@ -349,7 +349,7 @@ class GpuCase:
         return [value.detach(), *torch.autograd.grad(3 * value, self.leaves[: 2 + self.mixture])]
 
     def exact(self) -> list[torch.Tensor]:
-        """By the plain chunks in float64, which the tests above compare with the dense form."""
+        """By the reference chunks in float64, which the tests above compare with the dense form."""
         leaves = [leaf.detach().double().requires_grad_() for leaf in self.leaves]
         value = self.value(leaves)
         return [value.detach(), *torch.autograd.grad(3 * value, leaves[: 2 + self.mixture])]

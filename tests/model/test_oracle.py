@@ -59,7 +59,7 @@ def compare(
     loss = torch.stack(nll).mean()
     close(output.loss, loss)
 
-    # Gradients of the mean loss, made in its forward pass, and of an uneven sum over token_nll, made by recomputation.
+    # Gradients of the mean loss, computed in its forward pass, and of an uneven sum over token_nll, by recomputation.
     oracle_grads = summed_gradients(loss, row_weights, keep=True)
     output.loss.backward()
     compare_gradients(model, oracle_grads)

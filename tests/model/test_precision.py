@@ -24,14 +24,14 @@ def test_scores_do_not_round_under_autocast():
     assert len(careless.unique()) < 500 < 3900 < len(plain.unique())
 
 
-def test_state_is_wide_under_autocast_and_in_a_bfloat16_model():
+def test_state_is_float32_under_autocast_and_in_a_bfloat16_model():
     config = ModelConfig.named("nano")
     ids = random_ids(config, 2, 32)
     model = Thoughtbubbles(config)
     with torch.autocast("cpu", torch.bfloat16):
         out = model(ids, targets=ids, want=("log_probs", "token_nll"), trace=True)
-    narrow = Thoughtbubbles(config).bfloat16()(ids, targets=ids, want=("log_probs", "token_nll"), trace=True)
-    for result, residual in ((out, torch.float32), (narrow, torch.bfloat16)):
+    low = Thoughtbubbles(config).bfloat16()(ids, targets=ids, want=("log_probs", "token_nll"), trace=True)
+    for result, residual in ((out, torch.float32), (low, torch.bfloat16)):
         assert result.streams.x.dtype == residual
         for tensor in (result.streams.log_score, result.log_probs, result.token_nll, result.loss):
             assert tensor.dtype == torch.float32

@@ -157,7 +157,7 @@ def test_keys_differ_and_break_ties_by_place(row):
 
 
 def test_a_fork_of_probability_one_does_not_push_out_an_original():
-    """All scores 1: the forks of the first tokens tie with every keep candidate and stand before them."""
+    """All scores 1: the forks of the first tokens tie with every keep candidate and come before them."""
     row = ([1, 1, 1, 1], [0.0] * 8, 0, 0)
     assert Case(row, "1", "block").survivors == Case(row, "1", "causal").survivors == [1, 3, 5, 7]
     assert Case(row, "1.5", "block").survivors == [0, 1, 2, 3, 5, 7]
@@ -206,7 +206,7 @@ def test_fixed_budget_ignores_the_length():
 
 
 @pytest.mark.parametrize(("rule", "slots"), [("block", 56), ("causal", 55)])
-def test_slots_are_known_without_looking(rule, slots):
+def test_slots_do_not_depend_on_scores(rule, slots):
     assert Rule(rule, Budget.of(1.11)).n_slots(50, 50) == slots
     assert Rule(rule, Budget.of(4)).n_slots(50, 50) == 100
 
@@ -222,7 +222,7 @@ def levels_of(case: Case) -> list[int]:
 def next_token(cases: list[Case], budgets: list[str], t: int, *, unread: int) -> torch.Tensor:
     """Who survives of token t in each row, from what is known of the tokens before; rows that have no token t idle.
 
-    Behind what a cache has written stand `unread` slots of rubbish that would outrank everything.
+    After the slots that a cache has written there are `unread` slots of garbage that would outrank everything.
     """
     earlier = [[lvl for lvl, o in zip(levels_of(c), c.owner, strict=True) if o < t] for c in cases]
     own = [[lvl for lvl, o in zip(levels_of(c), c.owner, strict=True) if o == t] or [1] for c in cases]

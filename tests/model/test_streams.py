@@ -37,7 +37,7 @@ def test_positions_are_exact():
     assert torch.equal(found, expected)
 
 
-def test_unused_slots_are_bubbles_of_their_own():
+def test_unused_slots_are_separate_bubbles():
     bubbles = find_bubbles(PADDED, 3)
     assert bubbles.start.tolist() == [[0, 0, 2, 3, 4, 5]]
     assert bubbles.end.tolist() == [[1, 1, 2, 3, 4, 5]]
@@ -46,7 +46,7 @@ def test_unused_slots_are_bubbles_of_their_own():
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=6), st.sampled_from(["add", "maximum", "logaddexp"]))
-def test_scan_gives_the_original_its_whole_bubble(sizes, operation):
+def test_scan_gives_the_original_its_full_bubble(sizes, operation):
     token = torch.tensor([[t for t, size in enumerate(sizes) for _ in range(size)]])
     values = torch.randn(1, token.shape[1], 2, dtype=torch.float64)
     bubbles = find_bubbles(token, len(sizes))

@@ -39,7 +39,7 @@ def test_every_row_of_a_padded_batch_gives_what_it_gives_alone(merge, selection)
     assert together.loss.item() == pytest.approx(total / sum(lengths), abs=SAME_ROW)
 
 
-def test_what_stands_in_the_padding_does_not_matter():
+def test_the_content_of_padding_does_not_matter():
     config = small_config()
     model = lively_model(config)
     ids = random_ids(config, 2, 10)
@@ -214,7 +214,7 @@ def test_every_score_head_and_fork_embedding_learns(merge, selection):
     ],
 )
 @pytest.mark.usefixtures("no_shape_checks")
-def test_mistakes_at_the_door(call, message):
+def test_mistakes_are_found_before_any_work(call, message):
     model = lively_model(small_config())
 
     def no_work(*_):
@@ -227,13 +227,13 @@ def test_mistakes_at_the_door(call, message):
 
 def test_causal_selection_in_a_fixed_budget_model():
     model = lively_model(small_config(selection="block", budget_mode="fixed"))
-    with pytest.raises(ValueError, match="goes with block selection only"):
+    with pytest.raises(ValueError, match="requires block selection"):
         model(torch.zeros(1, 4).long(), selection="causal")
 
 
 @pytest.mark.parametrize("rule", [{}, {"selection": "block"}, {"selection": "block", "budget_mode": "fixed"}], ids=str)
 def test_budgets_beyond_what_the_forks_can_make_are_no_limit(rule):
-    """To the bit what the largest useful one gives, in a call as in a config; any budget does where nothing forks."""
+    """Bitwise equal to the largest useful budget, in a call and in a config; without forks any budget is equal."""
     config, ids = small_config(fork_layers=(1, 3), **rule), torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]])
     for forks, budgets in (((1, 3), (4, 4.01, 10**9, [4, 7])), ((), (1, 2, 10**9))):
         model = lively_model(replace(config, fork_layers=forks))

@@ -1,5 +1,6 @@
 """Every recipe builds, is what the paper says, and takes a step at reduced size."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.recipes import RECIPES, recipe
+from thoughtbubbles.recipes.command import train_command
 from thoughtbubbles.recipes.table import expected_flops, reduced
 from thoughtbubbles.train.config import DataConfig
 from thoughtbubbles.train.loop import train
@@ -27,7 +29,7 @@ def corpus(tmp_path_factory):
 
 
 # One of each kind; the others differ from them in numbers that are reduced here anyway.
-KINDS = ("tiny", "small-gpt2", "150m-copy-3-owt", "150m-r4-paper-pes2o", "1.9b-r2-midtrain", "150m-all-gates-off")
+KINDS = ("tiny", "small-gpt2", "150m-copy-3", "150m-r4", "1.9b-r2-midtrain", "150m-all-gates-off")
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name not in KINDS]
 
 
@@ -39,21 +41,38 @@ def test_every_recipe_takes_a_step(name, corpus, tmp_path):
     assert torch.isfinite(torch.tensor(result.validation_loss["corpus"]))
 
 
-@pytest.mark.parametrize("corpus_name", ["owt", "pes2o"])
 @pytest.mark.parametrize(("name", "layers", "heads", "width", "rows", "streams"), TOPOLOGY)
-def test_the_topology_table(name, layers, heads, width, rows, streams, corpus_name):
-    forms = [name, f"{name}-paper"] if name.split("-")[1].startswith("r") else [name]
-    for form in forms:
-        config = recipe(f"{form}-{corpus_name}")
-        model = config.model
-        assert (model.n_layer, model.n_head, model.width, config.rows) == (layers, heads, width, rows)
-        assert cost(model).streams[-1] == streams
-        assert model.selection == ("block" if form.endswith("-paper") else "causal")
-        assert (config.tokens, config.optim.lr, config.optim.warmup) == (2_500_000_000, 2.5e-4, 0.01)
-        assert (config.optim.schedule, config.optim.floor) == ("cosine", 0.1)
+def test_the_topology_table(name, layers, heads, width, rows, streams):
+    config = recipe(name)
+    model = config.model
+    assert (model.n_layer, model.n_head, model.width, config.rows) == (layers, heads, width, rows)
+    for rule in ("causal", "block") if model.fork_layers else ("causal",):
+        assert cost(replace(model, selection=rule)).streams[-1] == streams
+    assert model.selection == "causal"
+    assert config.data.mixture == ("data/openwebtext",)
+    assert (config.tokens, config.optim.lr, config.optim.warmup) == (2_500_000_000, 2.5e-4, 0.01)
+    assert (config.optim.schedule, config.optim.floor) == ("cosine", 0.1)
 
 
-@pytest.mark.parametrize("form", ["plain", "r2", "r2-paper"])
+def test_the_corpus_and_the_rule_are_options(corpus, capsys, tmp_path):
+    """As `train --list` says: they change that and nothing else."""
+    options = ["--data.mixture", str(corpus), "--model.selection", "block", "--out", str(tmp_path / "run")]
+    train_command(["150m-r4", "--dry-run", *options])
+    shown = capsys.readouterr().out
+    found = json.JSONDecoder().raw_decode(shown, shown.index("{\n"))[0]
+    expected = recipe("150m-r4").as_dict()
+    expected["model"]["selection"] = "block"
+    expected["data"]["mixture"] = [str(corpus)]
+    expected["out"] = str(tmp_path / "run")
+    assert found == json.loads(json.dumps(expected))
+
+
+def test_about_25_names():
+    assert 20 <= len(RECIPES) <= 30
+    assert len({recipe.group for recipe in RECIPES.values()}) == 4
+
+
+@pytest.mark.parametrize("form", ["plain", "r2"])
 def test_the_scale_up(form):
     first, second = recipe(f"1.9b-{form}"), recipe(f"1.9b-{form}-midtrain")
     assert (first.model.n_layer, first.model.n_head, first.model.width, first.rows) == (36, 16, 2048, 480)
@@ -80,9 +99,8 @@ def test_ablations_change_one_thing():
         "150m-all-gates-off": {"gate_qk": False, "gate_v": False, "gate_residual": False},
         "772m-extended-forking": {"fork_layers": tuple(range(3, 36, 4))},
     }.items():
-        for rule in ("", "-paper"):
-            size = name.split("-")[0]
-            assert recipe(f"{name}{rule}").model == replace(recipe(f"{size}-r2{rule}-owt").model, **change)
+        size = name.split("-")[0]
+        assert recipe(name).model == replace(recipe(f"{size}-r2").model, **change)
     assert recipe("772m-extended-forking").steps == 25_000
 
 
@@ -94,7 +112,7 @@ def test_the_small_recipe_has_room_for_the_tokens_of_gpt2():
 
 
 def test_flops_as_counted_everywhere():
-    config = recipe("150m-plain-owt")
+    config = recipe("150m-plain")
     assert expected_flops(config, cost(config.model)) == pytest.approx(31.1e12 * 76_294, rel=2e-3)
 
 
@@ -107,5 +125,5 @@ def test_a_dry_run_has_rows_for_every_rank(ranks, monkeypatch, tmp_path):
 
 
 def test_an_unknown_recipe():
-    with pytest.raises(ValueError, match=r"did you mean .*150m-r2-owt"):
-        recipe("150m-r2-ow")
+    with pytest.raises(ValueError, match=r"did you mean .*150m-r2"):
+        recipe("150m-r2-owt")

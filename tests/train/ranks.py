@@ -1,4 +1,4 @@
-"""What the tests of several ranks run under torchrun: `python -m train.ranks CHECK FOLDER`. Each check asserts."""
+"""Checks that the tests of several ranks run under torchrun: `python -m train.ranks CHECK FOLDER`."""
 
 import os
 import sys
@@ -37,7 +37,7 @@ def muon(folder: Path) -> None:
 
 
 def masked(folder: Path) -> None:
-    """Rows of very different numbers of targets: a mean of the ranks' means would be wrong."""
+    """Rows with very different numbers of targets: a mean of the ranks' means would be wrong."""
     run(folder, steps=4, compute_precision="float64", data_mixture=(str(folder / "examples"),), eval_sample_tokens=0)
 
 
@@ -90,7 +90,7 @@ def _differs_when_cast(config: object, world: World) -> bool:
 
 
 def kernels(folder: Path) -> None:
-    """With TRITON_INTERPRET=1: a sharded model on our kernels has the gradients of one that is not sharded."""
+    """With TRITON_INTERPRET=1: a sharded model on our kernels has the gradients of an unsharded one."""
     from triton.runtime import interpreter
 
     from kernels.block_probe import accept_arrays_of_one, set_tiles

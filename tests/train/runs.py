@@ -1,4 +1,4 @@
-"""What the tests of training share: a small run, the way to start one in its own process, and to compare two."""
+"""Shared code of the training tests: a small run, and functions to start one in its own process and to compare two."""
 
 import json
 import os
@@ -17,7 +17,15 @@ from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.recipes import recipe
 from thoughtbubbles.train.config import DataConfig, RunConfig
 
-TIMES = {"tokens_per_second", "tflops_per_device", "mfu", "peak_memory_GiB"}  # of no two runs the same
+TIMES = {"tokens_per_second", "tflops_per_device", "mfu", "peak_memory_GiB"}  # different in every run
+
+
+def tiny(form: str) -> RunConfig:
+    """A tiny recipe; tiny-block is tiny with the paper's selection rule."""
+    if form != "tiny-block":
+        return recipe(form)
+    config = recipe("tiny")
+    return replace(config, model=replace(config.model, selection="block"))
 
 
 def small_run(out: Path, *, steps: int = 8, **changes: Any) -> RunConfig:
@@ -43,7 +51,7 @@ def small_run(out: Path, *, steps: int = 8, **changes: Any) -> RunConfig:
 
 
 def small_corpus(out: Path) -> Path:
-    """Beside the run, so that runs of one test share it."""
+    """Next to the run, so that the runs of a test share it."""
     folder = out.parent / "corpus"
     write_synthetic(folder, n_tokens=20_000, seed=0)
     return folder
@@ -91,7 +99,7 @@ def run_command(*arguments: str, ranks: int = 0, **options: Any) -> subprocess.C
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """All that was logged, without the times."""
+    """Everything that was logged, without the timings."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
 

@@ -1,4 +1,4 @@
-"""What goes wrong in real runs: a clear message, and nothing lost."""
+"""Failures of real runs: each gives a clear message and loses nothing."""
 
 import os
 import resource
@@ -71,14 +71,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(finished, file
     harm(next((finished / "step-00000006").glob(file)))
     assert resume(finished) == before
     said = capfd.readouterr().err
-    assert "step-00000006 is damaged and is passed over" in said
+    assert "step-00000006 is damaged and is skipped" in said
     assert message in said
     assert "resumed" in said
     assert "after step 4" in said
-    assert damage(finished / "step-00000006") is None  # written anew
+    assert damage(finished / "step-00000006") is None  # written again
 
 
-def test_what_is_damaged_does_not_push_out_what_is_whole(finished):
+def test_damaged_checkpoints_do_not_replace_good_ones(finished):
     for name in ("step-00000004", "step-00000006"):
         (finished / name / "state.json").unlink()
     config = small_run(finished, steps=6, save_every=1, save_keep=1)
@@ -92,16 +92,16 @@ def test_what_is_damaged_does_not_push_out_what_is_whole(finished):
 
 
 def test_an_empty_manifest_is_damage(finished, capfd):
-    """It would pass for whole if nothing were required of it: every file that it lists is as it should be."""
+    """Without required files it would pass as undamaged: every file that it lists is intact."""
     (finished / "step-00000006" / "manifest.json").write_text("{}")
     before = losses(finished)
     assert resume(finished) == before
     said = capfd.readouterr().err
-    assert "step-00000006 is damaged and is passed over: manifest.json does not list" in said
+    assert "step-00000006 is damaged and is skipped: manifest.json does not list" in said
     assert "after step 4" in said
 
 
-def test_a_log_that_was_cut_is_no_obstacle(finished):
+def test_a_truncated_log_does_not_prevent_a_resume(finished):
     before = losses(finished)
     with (finished / "metrics.jsonl").open("ab") as log:
         log.write(b'{"step": 7, "lo\xff\xfe\n{"no": "step"}\n[]')
@@ -109,15 +109,15 @@ def test_a_log_that_was_cut_is_no_obstacle(finished):
     assert resume(finished) == before
 
 
-def test_no_checkpoint_is_whole(finished):
+def test_every_checkpoint_is_damaged(finished):
     for folder in finished.glob("step-*"):
         (folder / "manifest.json").unlink()
-    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(ValueError, match="every checkpoint is damaged"):
         resume(finished)
 
 
 def test_half_a_checkpoint_is_not_seen(finished):
-    """What a kill in the middle of writing leaves."""
+    """As left by a kill in the middle of writing."""
     before = losses(finished)
     (finished / "step-00000006").rename(finished / ".step-00000006.partial")
     assert resume(finished) == before
@@ -137,12 +137,12 @@ def test_a_bad_shard_is_refused_by_name(finished, harm):
 
 
 def small_run_as_it_is(run: Path, **changes: object) -> RunConfig:
-    """`small_run` looks at its corpus; here the run itself must find what is wrong with it."""
+    """`small_run` checks its corpus; here the run itself must find what is wrong with it."""
     config = small_run(run.parents[1] / "elsewhere" / "run", **changes)
     return replace(config, out=run, data=DataConfig(mixture=(str(run.parent / "corpus"),)))
 
 
-def test_data_that_changed_is_no_resume(finished):
+def test_changed_data_is_not_resumed(finished):
     folder = small_corpus(finished)
     index = read_index(folder)
     write_index(folder, replace(index, notes={**index.notes, "seed": 1}))
@@ -163,7 +163,7 @@ def small_disk(folder: Path, size: str):
 
 
 def test_a_full_disk_costs_checkpoints_only(tmp_path):
-    """Room for one checkpoint, not for a second: the run ends with an error, and goes on where there is more room."""
+    """Space for one checkpoint, not for two: the run ends with an error, and resumes on a larger disk."""
     whole = tmp_path / "whole"
     assert run_command(*small_train(whole)).returncode == 0
     one = sum(path.stat().st_size for path in (whole / "step-00000008").rglob("*") if path.is_file())
@@ -173,8 +173,8 @@ def test_a_full_disk_costs_checkpoints_only(tmp_path):
         assert done.returncode == 1
         assert "step-00000006 could not be written" in done.stderr
         assert "No space left on device" in done.stderr
-        assert "The run goes on" in done.stderr
-        assert "make room and --resume" in done.stderr
+        assert "The run continues" in done.stderr
+        assert "free disk space and --resume" in done.stderr
         assert "Traceback" not in done.stderr
         assert [folder.name for folder in (disk / "run").iterdir() if "step" in folder.name] == ["step-00000003"]
         assert damage(disk / "run" / "step-00000003") is None
@@ -186,7 +186,7 @@ def test_a_full_disk_costs_checkpoints_only(tmp_path):
 
 
 def test_files_that_may_not_grow(tmp_path):
-    """Where no disk can be mounted, a limit on file sizes does: the weights fit, the optimizer's file does not."""
+    """Simulates a full disk by a limit on file sizes: the weights fit, the optimizer's file does not."""
     train(small_run(tmp_path / "sizes", steps=1))
     (optimizer,) = (tmp_path / "sizes" / "step-00000001" / "optimizer").iterdir()
     limit = optimizer.stat().st_size - 1000
@@ -198,7 +198,7 @@ def test_files_that_may_not_grow(tmp_path):
     assert "could not be written" in done.stderr
     assert "File too large" in done.stderr
     assert not list((tmp_path / "run").glob("*step*"))
-    assert len(losses(tmp_path / "run")) == 8  # the run itself went on to its end
+    assert len(losses(tmp_path / "run")) == 8  # the run itself continued to its end
 
 
 @pytest.mark.slow

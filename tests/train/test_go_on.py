@@ -1,4 +1,4 @@
-"""A run goes on from its folder alone, longer or shorter where its schedule allows; a new one takes a model's shape."""
+"""A run resumes from its folder alone, longer or shorter if its schedule allows; a new one takes a model's shape."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from train.runs import assert_same_bits, losses, metrics, small_run, small_train
 
 
 def command(*words: object) -> object:
-    """In this process; what it exits with, if not with 0."""
+    """In this process; returns the exit code or message."""
     try:
         main([str(word) for word in words])
     except SystemExit as stopped:
@@ -33,7 +33,7 @@ def forget_after(run: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def once(tmp_path_factory) -> Path:
-    """A run of 8 steps with settings that no recipe has, by command."""
+    """A run of 8 steps, started by command, with settings that no recipe has."""
     out = tmp_path_factory.mktemp("once") / "run"
     assert command(*small_train(out, "--optim.lr", "3e-3", "--seed", "7", "--save.keep", "9")) == 0
     return out
@@ -72,11 +72,11 @@ def test_a_run_without_a_checkpoint_starts_from_its_folder(once, tmp_path):
         (("tiny", "--resume", "RUN"), "give the folder alone"),
         (("--tokens", "5"), "a recipe comes first, or --resume DIR"),
         (("--resume",), "a recipe comes first, or --resume DIR"),
-        (("--resume", "nowhere"), "--resume nowhere: there is no run.json in it"),
+        (("--resume", "nowhere"), "--resume nowhere: contains no run.json"),
         (("--resume", "x" * 5000), "File name too long"),
     ],
 )
-def test_what_cannot_go_on(once, words, message):
+def test_what_cannot_be_resumed(once, words, message):
     said = str(command("train", *(once if word == "RUN" else word for word in words)))
     assert said.startswith("thoughtbubbles train: ")
     assert re.search(message, said), said
@@ -85,12 +85,12 @@ def test_what_cannot_go_on(once, words, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", r"run\.json holds a JSON list"),
+        ("[]", r"run\.json contains a JSON list"),
         ("{", r"run\.json: not JSON"),
         ('{"a":' * 100_000, r"run\.json: the JSON is nested too deeply"),
         ("{}", r"run\.json: config is not an object"),
         ('{"config": {}}', r"run\.json: name is missing"),
-        ('{"config": {"seeds": 1}}', r"run\.json: seeds is not known here"),
+        ('{"config": {"seeds": 1}}', r"run\.json: unknown field seeds"),
         ('{"resumed": 3}', "resumed is not a list"),
         ('{"resumed": [[]]}', "resumed is not a list"),
         ({"tokens": True}, "--tokens True: give a whole number"),
@@ -130,7 +130,7 @@ def test_a_damaged_description_is_one_line(once, tmp_path, text, message):
 
 @pytest.mark.parametrize("schedule", ["constant", "wsd"])
 def test_a_longer_run_is_the_one_that_had_that_length_from_the_start(schedule, tmp_path):
-    """Extended twice within its warm-up, which was 3 of 4 steps: for a run of 8 steps that is a share of 3/8."""
+    """Extended twice within its warm-up, which was 3 of 4 steps: for a run of 8 steps that is a fraction of 3/8."""
     options = {
         "optim_schedule": schedule,
         "optim_decay": 0.25,
@@ -190,7 +190,7 @@ def test_a_new_run_takes_the_shape_of_the_model_it_starts_from(once, tmp_path):
     assert "has no config.json" in str(command(*gone, "--out", tmp_path / "d"))
 
 
-def test_a_run_that_goes_on_needs_the_model_it_started_from_no_more(once, tmp_path):
+def test_a_resumed_run_does_not_need_the_model_it_started_from(once, tmp_path):
     start = save_model(tmp_path / "start", thoughtbubbles.load(once))
     words = ("train", "tiny", "--init-from", start, "--out", tmp_path / "run", "--data.mixture", once.parent / "corpus")
     small = ("--tokens", "512", "--tokens-per-step", "256", "--eval.sample-tokens", "0", "--eval.tokens", "512")
@@ -201,7 +201,7 @@ def test_a_run_that_goes_on_needs_the_model_it_started_from_no_more(once, tmp_pa
 
 
 def test_the_shape_is_not_taken_from_a_run_of_another_name(once, tmp_path, monkeypatch):
-    """`runs/tiny` is not what goes on here."""
+    """`runs/tiny` is not the run that is resumed here."""
     monkeypatch.chdir(tmp_path)
     small = ("--tokens", "512", "--tokens-per-step", "256", "--eval.sample-tokens", "0", "--eval.tokens", "512")
     data = ("--data.mixture", once.parent / "corpus")
@@ -214,7 +214,7 @@ def test_the_shape_is_not_taken_from_a_run_of_another_name(once, tmp_path, monke
 
 
 def test_fresh_weights_where_a_recipe_would_start_from_others(once, tmp_path):
-    """`None` is the word for an optional field that is not given."""
+    """`None` stands for an optional field that is not given."""
     words = ("train", "tiny", "--init-from", "None", "--data.mixture", once.parent / "corpus", "--dry-run")
     assert command(*words, "--out", tmp_path / "run") == 0
 
@@ -225,7 +225,7 @@ def test_a_refused_resume_writes_nothing(run):
     assert sorted(path.relative_to(run) for path in run.rglob("*")) == before
 
 
-def test_weights_to_start_from_are_held_against_their_manifest(run, tmp_path):
+def test_weights_to_start_from_are_checked_against_their_manifest(run, tmp_path):
     path = run / "step-00000008" / "model" / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-9] ^= 1

@@ -1,4 +1,4 @@
-"""Kernels that are compiled in the background. That they are those of a step: tests/kernels/block_probe.py."""
+"""Kernels compiled in the background. tests/kernels/block_probe.py tests that they are those of a step."""
 
 import threading
 
@@ -11,7 +11,7 @@ from thoughtbubbles.train.config import ComputeConfig
 from thoughtbubbles.train.kernel_warmup import run_two_blocks, warm_up_kernels
 
 
-def test_nothing_is_begun_where_no_kernel_will_run():
+def test_nothing_starts_if_no_kernel_will_run():
     before = threading.active_count()
     for world, precision in (
         (World(torch.device("cpu")), "bf16"),
@@ -31,7 +31,7 @@ def test_what_goes_wrong_in_the_background_stays_there(recwarn):
 @pytest.mark.parametrize("changes", [{}, {"fork_layers": ()}, {"fork_layers": (), "copies": 3, "merge": "original"}])
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
 def test_two_blocks_run_whatever_the_model(changes, residual):
-    """And draw no random number, nor change the seed's next ones."""
+    """Without drawing random numbers, so that the next ones of the seed do not change."""
     state = torch.get_rng_state()
     run_two_blocks(small_config(**changes), torch.device("cpu"), residual)
     assert torch.equal(torch.get_rng_state(), state)

@@ -1,4 +1,4 @@
-"""The loop: golden losses, its order, the global mean, skipped steps, and what a run leaves behind."""
+"""The training loop: golden losses, its order, the global mean, skipped steps, and the files of a run."""
 
 import json
 import math
@@ -27,14 +27,11 @@ from thoughtbubbles.train.dry_run import check_run
 from thoughtbubbles.train.initialize import build_model, own_folder
 from thoughtbubbles.train.loop import Trainer, train
 from thoughtbubbles.train.state import checkpoint_damage
-from train.runs import assert_same_bits, losses, metrics, small_corpus, small_run, uneven_examples
-from train.write_golden import golden, golden_run
+from train.runs import assert_same_bits, losses, metrics, small_corpus, small_run, tiny, uneven_examples
+from train.write_golden import FORMS, golden, golden_run
 
 GOLDEN_FILE = Path(__file__).parents[1] / "golden" / "tiny.json"
 CPU = World(torch.device("cpu"))
-
-
-FORMS = ("tiny", "tiny-paper", "tiny-plain")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -49,7 +46,7 @@ def test_the_first_golden_losses(form, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_golden_losses(form, tmp_path):
-    """Float64, so that they hold on every machine: a change that should not change numbers must not."""
+    """In float64, so that they hold on every machine: refactoring must not change numbers."""
     found, expected = golden(form, tmp_path), json.loads(GOLDEN_FILE.read_text())[form]
     assert found["losses"] == pytest.approx(expected["losses"], abs=GOLDEN)
     assert found["validation_loss"] == pytest.approx(expected["validation_loss"], abs=GOLDEN)
@@ -93,8 +90,8 @@ def test_milestones_outlive_the_last_k(tmp_path):
     assert kept == ["step-00000004", "step-00000007", "step-00000008"]
 
 
-def test_accumulation_is_one_batch(tmp_path):
-    """Gradients of micro-batches add up to those of the whole: one mean, whatever the parts."""
+def test_gradient_accumulation_is_one_batch(tmp_path):
+    """Gradients of micro-batches add up to those of the whole batch: one mean, whatever the parts."""
     for micro in (8, 2, 1):
         train(small_run(tmp_path / str(micro), steps=3, compute_precision="float64", compute_micro_batch_size=micro))
     for micro in (2, 1):
@@ -122,7 +119,7 @@ def test_bf16_learns(tmp_path):
 
 
 def test_a_step_that_is_not_finite_is_skipped(tmp_path):
-    """The gradient of one tensor is NaN at step 2, as after an overflow: weights stay, the run goes on."""
+    """The gradient of one tensor is NaN at step 2, as after an overflow: weights stay, the run continues."""
     trainer = Trainer(small_run(tmp_path / "run", steps=5), CPU)
     weight = trainer.model.blocks[0].mlp.up.weight
     weight.register_hook(lambda grad: grad * math.nan if trainer.done == 2 else grad)
@@ -162,7 +159,7 @@ def test_init_from_a_plain_model_adds_fork_layers(tmp_path):
     config = small_run(tmp_path / "run", init_from=tmp_path / "plain")
     said: list[str] = []
     model = build_model(config, said.append)
-    assert said == [f"weights from {tmp_path / 'plain'}; it has no fork layers 1, 3, which start fresh"]
+    assert said == [f"weights from {tmp_path / 'plain'}; it has no fork layers 1, 3, which are newly initialized"]
     for name, weight in source.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight)
     assert {name.split(".")[1] for name in model.state_dict() if name.startswith("forks.")} == {"1", "3"}
@@ -176,7 +173,7 @@ def test_init_from_a_plain_model_adds_fork_layers(tmp_path):
         build_model(replace(config, init_from=tmp_path / "nowhere"), said.append)
 
 
-def test_a_resumed_run_needs_its_beginnings_no_more(tmp_path):
+def test_a_resumed_run_does_not_need_its_initial_weights(tmp_path):
     save_model(tmp_path / "start", build_model(small_run(tmp_path / "run", seed=5), print))
     config = small_run(tmp_path / "run", steps=4, init_from=tmp_path / "start")
     whole = train(config)
@@ -195,7 +192,7 @@ def test_sources_of_one_name_keep_their_losses(tmp_path):
     assert result.validation_loss.keys() == {f"{tmp_path}/a/corpus", f"{tmp_path}/b/corpus", "mixture"}
 
 
-def test_one_process_a_folder(tmp_path):
+def test_one_process_per_folder(tmp_path):
     trainer = Trainer(small_run(tmp_path / "run", steps=1), CPU)
     with own_folder(tmp_path / "run", CPU), pytest.raises(ValueError, match="another process is training in"):
         train(small_run(tmp_path / "run", steps=1))
@@ -229,7 +226,7 @@ def test_the_data_may_be_moved_while_a_run_works_on_it(tmp_path):
 
 
 class Slow(Bytes):
-    """A tokenizer that takes its time to be written, so that a checkpoint does too."""
+    """A tokenizer that is slow to write, so that a checkpoint is too."""
 
     meanwhile: Callable[[], None] = staticmethod(lambda: None)
 
@@ -258,7 +255,7 @@ def test_a_checkpoint_that_was_begun_is_written_whatever_happens_then(tmp_path):
 
 
 def test_a_signal_while_the_last_checkpoint_is_written(tmp_path):
-    """It must not end the process, as it would if it came to whoever handled signals before the run."""
+    """It must not end the process, as it would with the signal handlers from before the run."""
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
@@ -280,7 +277,7 @@ def test_a_signal_while_the_last_checkpoint_is_written(tmp_path):
 
 
 def test_padded_examples_weigh_by_their_targets(tmp_path):
-    """Micro-batches of very different numbers of targets: their gradients are shares of one mean."""
+    """Micro-batches with very different numbers of targets: their gradients are shares of one mean."""
     folder = uneven_examples(tmp_path / "examples")
     for micro in (8, 1):
         options = {"compute_precision": "float64", "compute_micro_batch_size": micro, "data_mixture": (str(folder),)}
@@ -345,11 +342,11 @@ def test_tiny_is_a_size_with_room_for_bytes():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks there in passing
-@pytest.mark.parametrize("form", ["tiny", "tiny-paper", "tiny-plain"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.usefixtures("no_shape_checks")  # torch.compile cannot read them
 def test_launching_a_step_does_not_wait_for_the_device(form, tmp_path):
-    """The host queues steps, whether logged or not, and the next batches, without a look at anything on the device."""
-    model = replace(recipe(form).model, n_layer=4, width=32, block_size=32)
+    """The host queues steps, logged or not, and the next batches, without reading anything from the device."""
+    model = replace(tiny(form).model, n_layer=4, width=32, block_size=32)
     trainer = Trainer(small_run(tmp_path / "run", model=model, compute_micro_batch_size=4), World(torch.device("cuda")))
     trainer.read(trainer.launch())  # compiles
     for trainer.done in (1, 2):

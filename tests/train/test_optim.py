@@ -1,4 +1,4 @@
-"""The optimizer's step: torch's own AdamW and Muon with clipping, to the last bit that can be asked for."""
+"""The optimizer's step equals torch's AdamW and Muon with clipping, up to rounding."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def reference(model, optim):
-    """As anyone would write it with torch.optim."""
+    """The same step, written with torch.optim."""
     named = dict(model.named_parameters())
     matrices = {n for n, p in named.items() if optim.kind == "muon" and p.ndim == 2 and n.startswith("blocks.")}
     rest = [p for n, p in named.items() if n not in matrices]
@@ -44,7 +44,7 @@ def give_gradients(model, seed, *, scale=1.0):
 
 
 def moments(model, parts):
-    """What torch's optimizers keep, under the names that ours have."""
+    """The state of torch's optimizers, under the names of ours."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"{key}.{names[parameter]}": tensor
@@ -60,8 +60,8 @@ def moments(model, parts):
 @pytest.mark.parametrize("clip", [0.0, 0.5, 1e4])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", SAME_FUNCTION), ("float32", SAME_FUNCTION_FLOAT32)])
 def test_a_step_is_clipping_and_then_torchs_own(kind, clip, dtype, tolerance, device):
-    """Of 0.5 every gradient but the second is cut, of 1e4 none. The moments tell what AdamW's weights hide: they move
-    alike whatever the gradient is multiplied by."""
+    """A limit of 0.5 clips every gradient but the second, 1e4 none. The moments are compared too, since AdamW's weights
+    hardly depend on the scale of the gradient."""
     optim = OptimConfig(kind=kind, weight_decay=0.3)
     ours, theirs = (lively_model(small_config(), dtype=getattr(torch, dtype)).to(device) for _ in range(2))
     optimizer, parts = Optimizer(ours, optim), reference(theirs, optim)
@@ -122,7 +122,7 @@ def test_state_has_the_names_of_checkpoints():
     params=[pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=ON_GPU)],  # a quarter of a minute
 )
 def by_kernel(request):
-    """What the kernel does; on the CPU through Triton's interpreter, chosen at import and so in another process."""
+    """Output of the kernel; on the CPU through Triton's interpreter, chosen at import and so in another process."""
     device = request.param
     if device == "cuda":
         return {"differences": adamw_probe.differences(device), "bits": adamw_probe.bits(device)}
@@ -146,7 +146,7 @@ def test_the_kernel_gives_the_same_bits_and_skips_without_changing_one(by_kernel
 
 @needs_triton
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_kernels_tables_are_made_anew_when_something_has_moved(device):
+def test_the_kernels_tables_are_rebuilt_when_something_has_moved(device):
     for case, is_so in adamw_probe.tables(device).items():
         assert is_so, case
 

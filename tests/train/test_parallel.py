@@ -1,4 +1,4 @@
-"""Several ranks (gloo, on the CPU) train what one rank trains; checkpoints move between them."""
+"""Several ranks (gloo, on the CPU) give the same training as one rank; checkpoints move between them."""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import NARROW_TRAINING, SAME_TRAINING
+from helpers import LOW_PRECISION_TRAINING, SAME_TRAINING
 from train.runs import environment, losses, metrics, tensors, uneven_examples
 
 TESTS = Path(__file__).parents[1]
@@ -33,7 +33,7 @@ def on_ranks(n: int, check: str, folder: Path, run: str = "run", *, resume: bool
 def assert_close(a: Path, b: Path, *, steps: int, atol: float = SAME_TRAINING) -> None:
     assert len(losses(a)) == steps
     torch.testing.assert_close(torch.tensor(losses(a)), torch.tensor(losses(b)), atol=atol, rtol=0)
-    # AdamW and Muon would hide gradients that are all too large by one factor: their norms do not.
+    # AdamW and Muon would hide gradients that are all scaled by one factor: their norms do not.
     norms = [torch.tensor([line["gradient_norm"] for line in metrics(x) if "gradient_norm" in line]) for x in (a, b)]
     torch.testing.assert_close(*norms, atol=atol, rtol=atol)
     validation = [
@@ -69,7 +69,7 @@ def test_one_rank_and_two_agree(tmp_path):
 @pytest.mark.slow
 def test_one_rank_and_two_exchange_checkpoints(tmp_path):
     one, two = one_and_two(tmp_path)
-    # 2 → 1 → 2: one rank goes on from a checkpoint of two, and two from one of its own.
+    # 2 → 1 → 2: one rank resumes from a checkpoint of two, and two resume from its checkpoint.
     forget_after(two, 10)
     on_ranks(0, "float64", tmp_path, "two", resume=True)
     assert_close(one, two, steps=20)
@@ -87,7 +87,7 @@ def test_bf16_decides_as_the_unsharded_model(tmp_path):
 @pytest.mark.slow  # half a minute: kernels through Triton's interpreter
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_sharded_blocks_on_kernels(tmp_path, monkeypatch):
-    """What a block leaves for the next one must outlive its own weights, which are gathered for its pass alone."""
+    """What a block saves for the next one must outlive its own weights, which are gathered for its pass only."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     on_ranks(2, "kernels", tmp_path)
 
@@ -113,10 +113,10 @@ def test_options_on_two_ranks(tmp_path, check, steps):
 @pytest.mark.slow
 @pytest.mark.parametrize(("check", "steps"), [("float32", 4), ("bf16", 4), ("muon", 6)])
 def test_two_ranks_in_less_than_float64(tmp_path, check, steps):
-    """Sums are rounded in another order; Muon's own iterations are in bfloat16 whatever the rest is in."""
+    """Sums are rounded in another order; Muon's iterations are always in bfloat16."""
     on_ranks(0, check, tmp_path, "one")
     on_ranks(2, check, tmp_path, "two")
-    assert_close(tmp_path / "one", tmp_path / "two", steps=steps, atol=NARROW_TRAINING)
+    assert_close(tmp_path / "one", tmp_path / "two", steps=steps, atol=LOW_PRECISION_TRAINING)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Small faults that a run would show only much later: what a signal leaves behind, and what a resume forgets."""
+"""Faults that a run would show only much later: the effects of a signal, and what a resume could lose."""
 
 import math
 import os
@@ -17,7 +17,7 @@ NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
 @pytest.fixture
 def handlers():
-    """Handlers of whoever calls us, which a run must give back."""
+    """Signal handlers of the caller, which a run must restore."""
     mine = {number: lambda *_: None for number in NUMBERS}
     before = {number: signal.signal(number, handler) for number, handler in mine.items()}
     yield mine
@@ -49,7 +49,7 @@ def test_a_signal_ends_the_run_after_its_step_and_gives_the_handlers_back(tmp_pa
     assert {n: signal.getsignal(n) for n in NUMBERS} == handlers
 
 
-def test_a_signal_in_the_last_step_is_no_failure(tmp_path, handlers):
+def test_a_signal_in_the_last_step_is_not_a_failure(tmp_path, handlers):
     trainer = Trainer(small_run(tmp_path / "run", steps=2, save_every=0, eval_every=0), CPU)
     at_step(trainer, 2, signalled(signal.SIGTERM))
     result = trainer.run()
@@ -68,7 +68,7 @@ def test_handlers_come_back_when_a_run_fails(tmp_path, handlers):
     assert {n: signal.getsignal(n) for n in NUMBERS} == handlers
 
 
-def test_a_second_ctrl_c_ends_at_once(tmp_path, handlers):
+def test_a_second_ctrl_c_ends_immediately(tmp_path, handlers):
     trainer = Trainer(small_run(tmp_path / "run", steps=3), CPU)
 
     def twice(grad: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path, handlers):
 
 @pytest.mark.usefixtures("handlers")
 def test_steps_skipped_before_a_stop_count_after_it(tmp_path):
-    """Two skipped, a stop, and a third one skipped: three in a row, though no process has seen all of them."""
+    """Two skipped, a stop, and a third one skipped: three in a row, although no process has seen all of them."""
 
     def overflow(grad: torch.Tensor) -> torch.Tensor:
         return grad * math.nan
@@ -105,7 +105,7 @@ def test_steps_skipped_before_a_stop_count_after_it(tmp_path):
 
 
 def test_a_milestone_outlives_another_length_of_its_run(tmp_path):
-    """Half of 2 steps is kept for good, though half of 4 is elsewhere, and half of 8 elsewhere again."""
+    """The milestone at half of 2 steps is never deleted, although half of 4 and half of 8 are other steps."""
     options = {"optim_schedule": "constant", "save_keep": 1, "save_milestones": (0.5,), "eval_sample_tokens": 0}
     for steps in (2, 4, 8):
         train(small_run(tmp_path / "run", steps=steps, save_every=0, eval_every=0, **options), resume=True)
@@ -115,7 +115,7 @@ def test_a_milestone_outlives_another_length_of_its_run(tmp_path):
 
 @pytest.mark.slow
 def test_a_dry_run_on_several_ranks(tmp_path):
-    """It used to wait for ever: a process group was left, and joined again."""
+    """It used to hang: it left a process group and joined it again."""
     done = run_command(*small_train(tmp_path / "run", "--dry-run"), ranks=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("one step at reduced size went well") == 1

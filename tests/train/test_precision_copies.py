@@ -1,4 +1,4 @@
-"""Rounded copies of the weights: made once for many forwards, never old, never outside, and the same loss."""
+"""bfloat16 copies of the weights: made once for many forwards, never stale, never visible outside, same loss."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def step(model: Thoughtbubbles, kind: str) -> None:
 
 
 def adamw_step(model: Thoughtbubbles) -> None:
-    """Its fused kernel alone would leave no mark on the weights that it changes."""
+    """Its fused kernel does not increment the version of the weights that it changes."""
     step(model, "adamw")
 
 
@@ -88,7 +88,7 @@ def load(model: Thoughtbubbles) -> None:
 
 
 def load_and_assign(model: Thoughtbubbles) -> None:
-    """Other tensors take the weights' places, and may have been written to as often."""
+    """Other tensors replace the weights, and may have the same version."""
     other = Thoughtbubbles(model.config)
     assert [p._version for p in other.parameters()] == [p._version for p in model.parameters()]
     model.load_state_dict(other.state_dict(), assign=True)
@@ -108,8 +108,8 @@ def test_a_change_of_weights_renews_them(change):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_nobody_outside_sees_an_old_copy(change):
-    """A generation or a checkpoint between two steps has the weights as they are."""
+def test_no_stale_copy_is_visible_outside(change):
+    """Generation or a checkpoint between two steps uses the weights as they are."""
     model, products, linears = make()
     ids = ids_for(model)
     with products():
@@ -136,7 +136,7 @@ def test_what_is_left_behind_by_an_exception():
 
 
 def test_a_backward_after_the_context():
-    """As in training: the copies are gone from the model, but a graph still has its own."""
+    """As in training: the copies are removed from the model, but the autograd graph still has them."""
     model, products, _ = make()
     with products():
         loss = loss_of(model, ids_for(model))
@@ -145,7 +145,7 @@ def test_a_backward_after_the_context():
 
 
 def test_a_graph_notices_copies_that_were_renewed_under_it():
-    """Never a silent gradient from other weights than the forward had."""
+    """A gradient never silently uses other weights than the forward."""
     model, products, _ = make()
     with products():
         loss = loss_of(model, ids_for(model))
@@ -187,7 +187,7 @@ def test_other_precisions_round_nothing(precision, dtype):
 
 
 def test_forget_renews():
-    """For changes that leave no mark on a tensor: the steps of a CUDA graph, or `.data`."""
+    """For changes that do not increment a tensor's version: the steps of a CUDA graph, or `.data`."""
     _, products, linears = make()
     before = times_written(products, linears)
     for linear in linears:

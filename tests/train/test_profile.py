@@ -1,4 +1,4 @@
-"""Where the time goes: the table adds up, is right about a trace made by hand, and a run leaves it behind."""
+"""Profiles: the table adds up, is right for a hand-made trace, and a run writes it."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_a_trace_of_a_gpu():
 
 
 def test_a_trace_of_a_cpu():
-    """An operator that calls others counts without them."""
+    """The time of an operator excludes the operators it calls."""
     spans = [("aten::linear", 0, 100), ("aten::addmm", 10, 80), ("aten::copy_", 20, 30), ("aten::add", 200, 50)]
     events = [{"ph": "X", "cat": "cpu_op", "name": n, "ts": ts, "dur": dur, "tid": 1} for n, ts, dur in spans]
     found = summarize(events, on_gpu=False, steps=1, milliseconds=0.5)
@@ -64,7 +64,7 @@ def test_a_trace_of_a_cpu():
     assert found.kinds[-1] == pytest.approx(("idle", 0.35, 0.7, 0))
 
 
-def test_any_step_can_be_watched(tmp_path):
+def test_any_step_can_be_profiled(tmp_path):
     weight, calls = torch.randn(64, 64, requires_grad=True), []
 
     def step():
@@ -73,7 +73,7 @@ def test_any_step_can_be_watched(tmp_path):
 
     path = tmp_path / "deep" / "trace.json.gz"
     found = profile_steps(step, steps=3, device=CPU, trace=path)
-    assert len(calls) == 4  # one for the profiler to get going
+    assert len(calls) == 4  # one to warm up the profiler
     products = next(row for row in found.kinds if row.name == "matrix products")
     assert products.launches == 4  # three products, and aten::matmul that calls one
     assert sum(row.ms for row in found.kinds) == pytest.approx(found.ms)
@@ -101,7 +101,7 @@ def test_a_run_leaves_a_profile_and_is_the_same_run(tmp_path, capfd):
     assert str(folder) in said
 
 
-def test_a_run_too_short_to_watch_says_so(tmp_path, capfd):
+def test_a_run_too_short_to_profile_says_so(tmp_path, capfd):
     train(small_run(tmp_path / "run", profile=True, steps=8, eval_sample_tokens=0))
     assert "raise --save.every and --eval.every" in capfd.readouterr().err
     assert not (tmp_path / "run" / "profile").exists()

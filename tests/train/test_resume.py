@@ -16,7 +16,7 @@ from train.runs import assert_same_bits, command, environment, losses, metrics, 
 
 
 class Whole(NamedTuple):
-    """A run that nobody interrupts."""
+    """An uninterrupted run."""
 
     out: Path
     first: float  # seconds after its start, when its first line was written
@@ -46,7 +46,7 @@ def start(out: Path) -> subprocess.Popen:
 
 
 def kill_and_resume(out: Path, whole: Whole, *, kills: int, seed: int) -> None:
-    """Kills at random moments of the stretch in which steps are taken and checkpoints written."""
+    """Kills at random moments while steps are taken and checkpoints written."""
     draw = random.Random(seed)
     for _ in range(kills):
         process = start(out)
@@ -68,9 +68,9 @@ def test_killed_and_resumed(whole, tmp_path, kills):
     compare(whole.out, tmp_path / "killed")
 
 
-def test_sigterm_saves_and_the_run_goes_on(tmp_path):
+def test_sigterm_saves_and_the_run_resumes(tmp_path):
     out, longer = tmp_path / "stopped", ("--tokens", str(256 * 40))  # so that it is still running when the signal comes
-    whole = tmp_path / "whole"  # in a process of its own too: bfloat16 in this one may have changed its products
+    whole = tmp_path / "whole"  # also in a separate process: bfloat16 in this one may have changed its products
     assert run_command(*small_train(whole, *longer)).returncode == 0
     arguments = command(*small_train(out, *longer))
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment()) as process:
@@ -79,9 +79,9 @@ def test_sigterm_saves_and_the_run_goes_on(tmp_path):
                 break
         process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
-    assert process.returncode == 128 + signal.SIGTERM, rest  # a scheduler, or &&, must not take it for finished
+    assert process.returncode == 128 + signal.SIGTERM, rest  # a scheduler, or &&, must see that it is not finished
     assert "SIGTERM" in rest
-    assert f"go on with: thoughtbubbles train --resume {out}" in rest
+    assert f"resume with: thoughtbubbles train --resume {out}" in rest
     stopped_at = max(line["step"] for line in metrics(out))
     assert (out / f"step-{stopped_at:08d}" / "manifest.json").exists()
     done = run_command("train", "--resume", str(out))
@@ -96,7 +96,7 @@ def test_resumed_twice_in_one_process(tmp_path):
     """3 steps, 3 more, then the rest."""
     whole = train(small_run(tmp_path / "whole", steps=9))
     for stop_after in (3, 6):
-        # What a kill leaves behind: checkpoints up to one step, and a log that went further.
+        # As left by a kill: checkpoints up to one step, and a log that is longer.
         out = tmp_path / "parts"
         train(small_run(out, steps=9, save_keep=9), resume=True)
         for folder in out.glob("step-*"):
@@ -116,7 +116,7 @@ def test_a_finished_run_stays_as_it_is(tmp_path):
     assert metrics(tmp_path / "run") == before
 
 
-def test_what_is_no_resume_is_refused(tmp_path):
+def test_another_run_is_not_resumed(tmp_path):
     train(small_run(tmp_path / "run", steps=2))
     with pytest.raises(ValueError, match="has checkpoints of a run: pass --resume"):
         train(small_run(tmp_path / "run", steps=2))

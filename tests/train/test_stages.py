@@ -1,4 +1,4 @@
-"""From raw files to a mid-trained model, through the commands a user gives; and a few steps on real text."""
+"""From raw files to a mid-trained model, with the commands of a user; and a few steps on real text."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def write_jsonl(path: Path, records: list[dict]) -> Path:
 
 @pytest.fixture
 def folders(tmp_path) -> dict[str, Path]:
-    """A small folder for each kind of data in the paper's second stage."""
+    """One small folder per kind of data in the paper's second stage."""
     kinds = {
         "text": [{"text": f"The river number {i} flows to town {i % 7}."} for i in range(200)],
         "chat": [
@@ -61,7 +61,7 @@ def test_pretraining_then_midtraining(folders, tmp_path):
     )
     begun = thoughtbubbles.load(first).state_dict()["embedding.weight"]
     ended = thoughtbubbles.load(second.folder).state_dict()["embedding.weight"]
-    assert 0 < (begun - ended).abs().max() < 0.05  # it went on from there: fresh weights would differ by more
+    assert 0 < (begun - ended).abs().max() < 0.05  # it started from there: new weights would differ by more
     again = train(replace(small_run(tmp_path / "fresh", steps=8, data_mixture=mixture), init_from=None))
     assert losses(second.folder)[0] < losses(again.folder)[0]
 
@@ -72,7 +72,7 @@ def test_real_text(tmp_path):
     if not folder:
         pytest.skip("THOUGHTBUBBLES_DATA names no folder: this test prepares its pretrain/val.jsonl.xz")
     prepare((f"{folder}/pretrain/val.jsonl.xz",), out=tmp_path / "val", val_fraction=0.05)
-    base = recipe("150m-r2-owt")
+    base = recipe("150m-r2")
     config = replace(
         base,
         model=replace(base.model, n_layer=4, n_head=2, width=32, block_size=64, fork_layers=(1, 3)),

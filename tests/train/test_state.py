@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: a copy of one moment, whole or refused, and every error names its folder."""
+"""Checkpoints on disk: a consistent copy, complete or rejected, and every error names its folder."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ FACTS = {
 
 
 class Patient(Bytes):
-    """A tokenizer that lets itself be written only when the weights have been changed."""
+    """A tokenizer whose writing waits until the weights have changed."""
 
     def __init__(self, changed: threading.Event):
         super().__init__()
@@ -87,7 +87,7 @@ def test_what_fails_on_any_rank_fails_on_all(troubles, monkeypatch):
 
 
 def test_what_changes_after_save_is_not_in_the_checkpoint(tmp_path):
-    """The next steps go on while it is written: weights and moments are those of the moment of saving."""
+    """The next steps continue while it is written: weights and moments are those at the time of saving."""
     model, optimizer = something_to_save()
     changed = threading.Event()
     checkpoints = Checkpoints(tmp_path, CPU, keep=1, milestones=set(), tokenizer=Patient(changed))
@@ -130,7 +130,7 @@ def without_the_optimizer(folder: Path) -> None:
 
 
 def one_more_file_of_tensors(folder: Path) -> None:
-    """Torch's reader would take it: the last file that has a name wins."""
+    """Torch's reader would load it: the last file with a tensor wins."""
     shutil.copy(optimizer_file(folder), folder / "optimizer" / "shard-99999-model-00001-of-00001.safetensors")
 
 
@@ -160,7 +160,7 @@ def nested(folder: Path) -> None:
             lambda folder: change_manifest(folder, without=f"optimizer/{optimizer_file(folder).name}"),
             "does not list optimizer/",
         ),
-        (without_the_optimizer, "lists 0 files of the optimizer, not 1"),
+        (without_the_optimizer, "lists 0 optimizer files, expected 1"),
         (one_more_file_of_tensors, "does not list optimizer/shard-99999"),
         (one_more_file_of_weights, "does not list model/zzz.safetensors"),
         (outside, "'../elsewhere', which is not inside the folder"),
@@ -168,12 +168,12 @@ def nested(folder: Path) -> None:
         (lambda folder: optimizer_file(folder).write_bytes(b""), "has 0 bytes instead of"),
     ],
 )
-def test_a_checkpoint_that_is_not_whole_is_passed_over(saved, harm, message):
+def test_a_damaged_checkpoint_is_skipped(saved, harm, message):
     assert checkpoint_damage(saved) is None
     harm(saved)
     said: list[str] = []
     assert newest_good(saved.parent, said.append) is None
-    assert said[0].startswith(f"{saved} is damaged and is passed over: ")
+    assert said[0].startswith(f"{saved} is damaged and is skipped: ")
     assert message in said[0]
 
 
@@ -181,7 +181,7 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(saved, harm, message):
     ("changes", "field"),
     [
         ({"step": True}, "step"),
-        ({"step": 4}, "step"),  # another than that of its folder
+        ({"step": 4}, "step"),  # not the step of its folder
         ({"step": 3.0}, "step"),
         ({"updates": -1}, "updates"),
         ({"updates": 10**30}, "updates"),
@@ -204,7 +204,7 @@ def test_a_state_of_wrong_kinds_names_its_file(saved, changes, field):
         read_state(saved)
     write_manifest(saved)
     said: list[str] = []
-    assert newest_good(saved.parent, said.append) is None  # also where the checksums agree
+    assert newest_good(saved.parent, said.append) is None  # even if the checksums agree
     assert str(path) in said[0]
 
 
@@ -218,7 +218,7 @@ def test_a_state_of_wrong_kinds_names_its_file(saved, changes, field):
         (b'{"step": "\xff"}', "not UTF-8"),
     ],
 )
-def test_a_state_that_is_no_json_names_its_file(saved, content, message):
+def test_a_state_that_is_not_json_names_its_file(saved, content, message):
     path = saved / "state.json"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ValueError, match=message) as refused:
@@ -254,7 +254,7 @@ def no_file(folder: Path) -> None:
 
 @pytest.mark.parametrize("harm", [drop_a_moment, cut_a_moment, drop_a_weight, no_safetensors, no_file])
 def test_what_cannot_be_restored_names_its_checkpoint(saved, harm):
-    """Whatever torch's reader raises, CheckpointException among it, which is not even an Exception."""
+    """Whatever torch's reader raises, including CheckpointException, which is not an Exception."""
     model, optimizer = something_to_save()
     restore(saved, model, optimizer, CPU)
     harm(saved)

@@ -1,4 +1,4 @@
-"""Forward and backward of micro-batches: the gradients of a step, launched and replayed, and weights computed again."""
+"""Forward and backward of micro-batches: gradients of a step, launched and replayed, and activation checkpointing."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from thoughtbubbles.train.step import AsyncScalars, ForwardBackward, MicroBatch,
 
 
 class Tape:
-    """What a CUDA graph does, without a GPU: the work of a capture again, on the same inputs, into the same places."""
+    """A CUDA graph without a GPU: repeats the captured work on the same inputs, into the same memory."""
 
     def __init__(self, work):
         self.replay = work
@@ -40,7 +40,7 @@ class Taped(ForwardBackward):
 
 
 def gradients(kind, model, *, graph, n_micro, steps=4, device="cpu", precision="float32"):
-    """Of every step, while the weights move; and the losses."""
+    """Gradients of every step, while the weights change, and the losses."""
     passes = kind(model, MixedPrecision(model, precision, device=device), graph=graph)
     found = []
     for step in range(steps):
@@ -79,7 +79,7 @@ def test_replayed_steps_have_the_gradients_of_launched_ones(n_micro):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("n_micro", [1, 2, 3, 5])
-def test_a_graph_has_the_bits_of_launched_kernels(n_micro):
+def test_a_graph_is_bit_identical_to_launched_kernels(n_micro):
     one, other = models("cuda")
     forms = {"n_micro": n_micro, "device": "cuda", "precision": "bf16"}
     launched = gradients(ForwardBackward, one, graph=False, **forms)
@@ -91,7 +91,7 @@ def test_a_graph_has_the_bits_of_launched_kernels(n_micro):
 
 @pytest.mark.slow
 def test_activation_checkpointing_with_bfloat16_products(tmp_path):
-    """The backward computes blocks again, with the same rounded weights."""
+    """The backward recomputes blocks with the same rounded weights."""
     plain = small_run(tmp_path / "plain", steps=3, compute_precision="bf16")
     again = replace(plain, out=tmp_path / "again", compute=replace(plain.compute, activation_checkpointing=True))
     a, b = (train(config).validation_loss["corpus"] for config in (plain, again))
@@ -102,7 +102,7 @@ def test_activation_checkpointing_with_bfloat16_products(tmp_path):
     "merge", ["mixture", *(pytest.param(m, marks=pytest.mark.slow) for m in ("residual", "original"))]
 )
 def test_a_residual_in_bfloat16(merge, tmp_path):
-    """Streams are rounded, scores and loss are not, and a run comes out where one in float32 does."""
+    """Streams are rounded, scores and loss are not, and a run ends close to one in float32."""
     wide = small_run(tmp_path / "wide", steps=3, model_merge=merge, compute_precision="bf16")
     narrow = replace(wide, out=tmp_path / "narrow", compute=replace(wide.compute, residual="bf16"))
     trainer = Trainer(narrow, World(torch.device("cpu")))
@@ -116,7 +116,7 @@ def test_a_residual_in_bfloat16(merge, tmp_path):
 
 
 def test_a_residual_in_bfloat16_needs_products_in_it(tmp_path):
-    with pytest.raises(ValueError, match=r"--compute.residual bf16: goes with --compute.precision bf16 only"):
+    with pytest.raises(ValueError, match=r"--compute.residual bf16: needs --compute.precision bf16"):
         train(small_run(tmp_path / "run", compute_precision="float32", compute_residual="bf16"))
 
 

@@ -1,4 +1,4 @@
-"""Validation: another folder, none at all, a very small one; and samples that begin as the data does."""
+"""Validation: another folder, none at all, a very small one; and samples that start with the data."""
 
 import shutil
 from pathlib import Path
@@ -13,7 +13,7 @@ from train.runs import metrics, small_corpus, small_run
 
 
 def write_text(folder: Path, *, tokenizer_name: str = "bytes", **splits: int) -> Path:
-    """A folder with so many tokens of "ab ab …" in each split."""
+    """A folder with the given number of tokens of "ab ab …" in each split."""
     tok = tokenizer(tokenizer_name)
     finished = {}
     for split, n_tokens in splits.items():
@@ -54,7 +54,7 @@ def test_a_folder_without_validation_trains_and_resumes(folders, tmp_path, capfd
 
 
 def test_another_folder_for_validation(folders, tmp_path, capfd):
-    """In place of the sources' own: its val split, or all of it where it has none."""
+    """Instead of the sources' own: its val split, or all of it if it has none."""
     corpus = small_corpus(tmp_path / "run")
     options = {"steps": 1, "data_mixture": (str(corpus),), "eval_sample_tokens": 0}
     own = train(small_run(tmp_path / "own", **options)).validation_loss
@@ -86,19 +86,19 @@ def test_some_sources_without_validation(folders, tmp_path, capfd):
     [
         ("both", ("gpt2",), "--data.val .*gpt2 was made with tokenizer 'gpt2', the training data with 'bytes'"),
         ("both", ("both", "both"), "names a folder twice"),
-        ("train_only", ("train_only",), "it is trained on, and has no val split"),
+        ("train_only", ("train_only",), "is training data and has no val split"),
         ("both", ("nowhere",), "nowhere"),
         ("gpt2", (), r"--model.vocab-size 384 is too small: .* ids up to 50256; give 50257 or more, .*small-gpt2"),
     ],
 )
-def test_validation_that_cannot_be_is_refused(folders, tmp_path, mixture, val, message):
+def test_wrong_validation_folders_are_refused(folders, tmp_path, mixture, val, message):
     chosen = tuple(str(folders.get(name, name)) for name in val)
     config = small_run(tmp_path / "run", steps=1, data_mixture=(str(folders[mixture]),), data_val=chosen)
     with pytest.raises(ValueError, match=message):
         train(config)
 
 
-def test_samples_begin_as_the_data_does_unless_told(folders, tmp_path):
+def test_samples_start_with_the_data_by_default(folders, tmp_path):
     mixture = (str(folders["both"]), str(small_corpus(tmp_path / "run")))
     train(small_run(tmp_path / "run", steps=1, data_mixture=mixture))
     found = [line for line in metrics(tmp_path / "run") if "prompt" in line]

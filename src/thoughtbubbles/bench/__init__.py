@@ -1,1 +1,1 @@
-"""How fast training steps are: cases, a check of correctness, then times."""
+"""Benchmarks of training speed: cases, a check of correctness, then timings."""

@@ -1,7 +1,7 @@
-"""What the speed of training is measured on: cases by name, and a batch for each.
+"""The cases of the speed benchmark, by name, and a batch for each.
 
-A case is a size and a form of it: `150m-plain`, `150m-copy-3`, `150m-r4-causal-mixture`, or `1.9b-plain-double`, whose
-rows are twice as long: a plain model on as many streams as r = 2 has, which tells what forking itself costs.
+A case is a size and a form: `150m-plain`, `150m-copy-3`, `150m-r4-causal-mixture`, or `1.9b-plain-double`, whose rows
+are twice as long: plain GPT on as many streams as r = 2, which isolates the cost of forking itself.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import numpy as np
 from thoughtbubbles.data.loader import Batch, Loader, Source
 from thoughtbubbles.model.config import ModelConfig, Selection
 
-ROWS = {"nano": 4, "tiny": 4, "150m": 64, "319m": 32, "772m": 16, "1.9b": 8}  # of a batch, for each size
+ROWS = {"nano": 4, "tiny": 4, "150m": 64, "319m": 32, "772m": 16, "1.9b": 8}  # per batch
 SEED = 0
 
 
@@ -26,7 +26,7 @@ class Case(NamedTuple):
 
 
 def forms(size: str, *, tokens: int | None = None) -> dict[str, ModelConfig]:
-    """The models of one size that are measured, by the second part of a case's name."""
+    """The models of one size, by form (the second part of a case's name)."""
     n_tokens = tokens or ModelConfig.named(size).block_size
     plain, copies, bubbles = (
         replace(ModelConfig.named(name), block_size=n_tokens) for name in (f"{size}-plain", f"{size}-copy-3", size)
@@ -51,7 +51,7 @@ def default_cases(device: str, *, quick: bool = False) -> list[str]:
 
 
 def find_cases(names: Sequence[str], *, rows: int | None = None, tokens: int | None = None) -> list[Case]:
-    """Cases by name; `rows` and `tokens` (of a row; double length has twice as many) in place of the size's own."""
+    """Cases by name; `rows` and `tokens` (per row; twice as many for plain-double) override the defaults."""
     for name, value in (("rows", rows), ("tokens", tokens)):
         if value is not None and value < 1:
             raise ValueError(f"--{name} {value}: give 1 or more")
@@ -72,14 +72,14 @@ def find_cases(names: Sequence[str], *, rows: int | None = None, tokens: int | N
 
 
 def draw(case: Case, data: Path | None = None) -> Batch:
-    """A batch of text from a prepared folder, or of random tokens that are as unevenly frequent as words are (Zipf)."""
+    """A batch of text from a prepared folder, or of random tokens with the frequencies of words (Zipf)."""
     n_tokens, vocabulary = case.config.block_size, case.config.vocab_size
     if data is not None:
         loader = Loader([Source(data)], rows=case.rows, n_tokens=n_tokens, seed=SEED, verify=False)
         loader.check_vocab(vocabulary)
         batch = loader.batch(0)
         if batch.lengths.min() < n_tokens:
-            raise ValueError(f"--data {data}: its rows are padded examples; give running text, or nothing")
+            raise ValueError(f"--data {data}: its rows are padded examples; give plain text, or leave it out")
         return batch
     frequency = 1 / (np.arange(vocabulary) + 2.7)
     generator = np.random.default_rng(SEED)

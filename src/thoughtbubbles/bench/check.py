@@ -1,15 +1,15 @@
-"""Before a training step is timed: its loss and gradients against the reference path, in float32 and uncompiled.
+"""Checks loss and gradients of a training step against the reference path (float32, uncompiled) before it is timed.
 
-The reference shares no kernel with the fast path: its attention writes out the S × S matrix, its loss all logits, so it
-reads one row only. The fast path runs at the size that is timed, with every target ignored but those of that row:
-its loss and its whole gradient are then that row's too, what is checked is the very code that is timed, and nothing is
-compiled for the check alone.
+The reference shares no kernel with the fast path. Its attention materializes the S × S matrix and its loss all logits,
+so it reads one row only. The fast path runs at the size that is timed, with all targets ignored except those of that
+row: its loss and gradient are then those of the row, and the check runs exactly the code that is timed, without
+compiling anything else.
 
-Selection is discrete, and rounding to bfloat16 tips a few per cent of the decisions, after which two models compute
-different functions and their gradients say nothing about each other. So the reference repeats the decisions of the fast
-path: given the same survivors, loss and gradients must agree, whatever row was drawn. At each fork layer it also
-decides by itself, from its own scores and after the same past; the share of candidates on which the two differ is
-bounded too, or a broken selection would pass.
+Selection is discrete, and rounding to bfloat16 flips a few percent of the decisions; after that two models compute
+different functions and their gradients cannot be compared. So the reference repeats the decisions of the fast path:
+with the same survivors, loss and gradients must agree for every row. At each fork layer it also decides by itself, from
+its own scores and the same earlier decisions; the share of candidates on which the two differ is bounded too, so that a
+broken selection does not pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,23 +39,23 @@ class BenchBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far the fast path is from the reference: relative errors, and a share of decisions."""
+    """Relative errors of the fast path against the reference, and the share of different decisions."""
 
     loss: float
     gradient: float  # norm of the difference over norm, of all gradients together
-    worst_gradient: float  # of that one parameter whose own gradient is furthest off
+    worst_gradient: float  # of the parameter with the largest relative error
     worst_tensor: str  # its name
-    decisions: float  # share of candidates on which the reference would have decided otherwise
+    decisions: float  # share of candidates on which the reference decides differently
 
 
 class Limits(NamedTuple):
     loss: float
     gradient: float
-    worst_gradient: float  # wide, for small tensors are mostly noise; but one that is missing or has a wrong sign fails
+    worst_gradient: float  # loose, since small tensors are mostly noise; a missing one or a wrong sign still fails
     decisions: float
 
 
-# By the precision of the fast path. In bfloat16 a product has an error of 2⁻⁹, and a gradient went through dozens.
+# By the precision of the fast path. A product in bfloat16 has an error of 2⁻⁹, and a gradient goes through dozens.
 LIMITS = {
     "bf16": Limits(loss=1e-2, gradient=5e-2, worst_gradient=0.5, decisions=0.1),
     "float32": Limits(loss=1e-4, gradient=1e-3, worst_gradient=0.1, decisions=1e-2),
@@ -64,11 +64,11 @@ LIMITS = {
 
 
 class WrongResult(Exception):
-    """What was to be timed does not compute what it should."""
+    """The code to be timed computes a wrong result."""
 
 
 def reference_of(model: Thoughtbubbles) -> Thoughtbubbles:
-    """The reference path on the weights of `model`: shared, not copied; gradients are its own."""
+    """The reference path with the weights of `model`: shared, not copied; it has its own gradients."""
     with torch.device("meta"):
         reference = Thoughtbubbles(model.config, attention="reference")
     reference.load_state_dict(model.state_dict(), assign=True)
@@ -89,7 +89,7 @@ def compare(
     row: int,
     forward_backward: Callable[[BenchBatch], MicroResult],
 ) -> Agreement:
-    """`forward_backward` is the fast path: it leaves its gradients in `model`."""
+    """`forward_backward` is the fast path; it writes its gradients to `model`."""
     found = forward_backward(one_row_counts(batch, row))
     decisions = [record.selected[row : row + 1] for record in found.forks or ()]
     alone = BenchBatch(*(tensor[row : row + 1] for tensor in batch))
@@ -110,15 +110,15 @@ def require(agreement: Agreement, precision: str) -> None:
     limits = LIMITS[precision]
     for name, limit in limits._asdict().items():
         value = getattr(agreement, name)
-        if not value <= limit:  # also where it is not a number
+        if not value <= limit:  # also catches NaN
             where = f" ({agreement.worst_tensor})" if name == "worst_gradient" else ""
-            raise WrongResult(f"not what the reference path gives: {name}{where} off by {value:.2e}, allowed {limit:g}")
+            raise WrongResult(f"differs from the reference path: {name}{where} off by {value:.2e}, allowed {limit:g}")
 
 
 class _Repeated(Rule):
-    """Decides what has been decided before, layer by layer, and counts where it would have decided otherwise."""
+    """Repeats given decisions, layer by layer, and counts where it would have decided differently."""
 
-    decisions: list[Tensor]  # still to come
+    decisions: list[Tensor]  # of the remaining layers
     differing: int
     candidates: int
 
@@ -130,7 +130,7 @@ class _Repeated(Rule):
 
 
 def _reference_pass(reference: Thoughtbubbles, batch: BenchBatch, decisions: list[Tensor]) -> tuple[float, float]:
-    """The loss, and the share of decisions that differ; gradients are left in `reference`."""
+    """The loss, and the share of decisions that differ; gradients are written to `reference`."""
     given = inputs.check(
         reference.config,
         batch.ids,
@@ -154,7 +154,7 @@ def _reference_pass(reference: Thoughtbubbles, batch: BenchBatch, decisions: lis
 
 @contextmanager
 def _exact_products() -> Iterator[None]:
-    """No TF32, whatever was chosen for the rest of the process."""
+    """Disables TF32, whatever the setting of the process."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -164,7 +164,7 @@ def _exact_products() -> Iterator[None]:
 
 
 def _gradient_errors(model: Thoughtbubbles, reference: Thoughtbubbles) -> tuple[float, dict[str, float]]:
-    """Of all gradients together, and of each; one that is missing counts as zero."""
+    """Relative error of all gradients together, and of each; a missing one counts as zero."""
     ours, off, norms = dict(model.named_parameters()), {}, {}
     for name, parameter in reference.named_parameters():
         expected, found = parameter.grad, ours[name].grad
@@ -172,7 +172,7 @@ def _gradient_errors(model: Thoughtbubbles, reference: Thoughtbubbles) -> tuple[
         norms[name] = expected.norm().item()
         off[name] = norms[name] if found is None else (found - expected).norm().item()
     whole = sum(norm**2 for norm in norms.values()) ** 0.5
-    smallest = 1e-9 * whole  # a gradient that is zero up to rounding has no relative error
+    smallest = 1e-9 * whole  # a gradient that is zero up to rounding has no meaningful relative error
     return (
         sum(error**2 for error in off.values()) ** 0.5 / whole,
         {name: off[name] / max(norms[name], smallest) for name in norms},

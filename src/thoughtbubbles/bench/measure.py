@@ -1,11 +1,11 @@
-"""How fast a training step is: forward and backward, and the full step with clipping and AdamW, for cases by name.
+"""Times a training step: forward and backward, and the full step with clipping and AdamW.
 
-Everything a real step does is inside the time: float32 master weights and gradients, the cast of the weights to
-bfloat16, a float32 residual unless another is asked for. Before anything is timed, results are checked
+The timings include everything in a real step: float32 master weights and gradients, the cast of the weights to
+bfloat16, a float32 residual unless configured otherwise. Results are checked before anything is timed
 (`bench/check.py`).
 
-FLOPs are those of `model/cost.py`: work that the architecture asks for, so that recomputation and padding are no merit.
-They are set against the rate of one large matrix product, measured in the same process.
+FLOPs are those of `model/cost.py`: model FLOPs, which do not include recomputation and padding. They are compared with
+the rate of one large matrix product, measured in the same process.
 """
 
 import gc
@@ -40,7 +40,7 @@ WARM_UP = 3
 
 
 class Ready(NamedTuple):
-    """A model as training has it."""
+    """A model set up as in training."""
 
     model: Thoughtbubbles
     products: MixedPrecision
@@ -62,14 +62,14 @@ def make_ready(config: ModelConfig, device: torch.device, compute: ComputeConfig
 
 
 def forward_backward(ready: Ready, batch: BenchBatch, *, trace: bool = False) -> MicroResult:
-    """As the training loop has it. Gradients are made anew, and so are rounded weights, as after every update."""
+    """As in the training loop. Gradients are written from scratch and weights are rounded again, as after an update."""
     ready.products.forget()
     micro = MicroBatch(*batch, share=torch.ones((), device=ready.device))
     return ready.passes(micro, is_first=True, trace=trace)
 
 
 class FullStep:
-    """As the training loop has it: with the gradient's norm, clipping and AdamW, and a look at the step before."""
+    """As in the training loop: with gradient norm, clipping and AdamW, and reading the results of the step before."""
 
     def __init__(self, ready: Ready, optimizer: Optimizer, batch: BenchBatch):
         self.ready, self.optimizer, self.batch = ready, optimizer, batch
@@ -86,7 +86,7 @@ class FullStep:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Of forward and backward, or of the full step: over many of them, and from the median."""
+    """Speed of forward and backward, or of the full step: the median of many, and rates derived from it."""
 
     milliseconds: float
     low: float  # 10 % of them are faster
@@ -94,22 +94,22 @@ class Throughput:
     tokens_per_second: float
     tflops: float
     share_of_product: float
-    peak_memory_GiB: float | None  # the weights included; None where torch does not count it
+    peak_memory_GiB: float | None  # including the weights; None where torch does not count it
 
 
 @dataclass(frozen=True)
 class Measured:
     name: str
     rows: int
-    tokens: int  # of a row
+    tokens: int  # per row
     parameters: int
     flops: int  # forward and backward of the batch
     precision: str
     forward_backward: Throughput
     step: Throughput
-    compile_seconds: float  # what the first forward, backward and step took longer than later ones
-    profile: dict[str, Any] | None  # where the time of a full step goes, if that was asked
-    same_bits_twice: bool  # gradients of several runs on the same input, without a CUDA graph and with it
+    compile_seconds: float  # extra time of the first forward, backward and step over later ones
+    profile: dict[str, Any] | None  # where the time of a full step goes, if asked for
+    same_bits_twice: bool  # whether gradients of several runs are bit-identical, without a CUDA graph and with it
     check: Agreement
 
 
@@ -129,7 +129,7 @@ def measure(
     compute: ComputeConfig,
     watched: bool = False,
 ) -> Measured:
-    """Checks, then times. `product`: TFLOP/s of a matrix product in the same precision."""
+    """Checks, then times a case. `product`: TFLOP/s of a matrix product in the same precision."""
     ready, rows = make_ready(case.config, device, compute), BenchBatch(*to_device(batch, device))
     reference = reference_of(ready.model)
     took = []
@@ -141,13 +141,13 @@ def measure(
         took.append(time.perf_counter() - begin)
         return out
 
-    # A row from the middle, which shares its tiles of work with others.
+    # A row from the middle, whose kernel tiles also contain other rows.
     check = compare(ready.model, reference, rows, row=case.rows // 2, forward_backward=first)
     require(check, ready.products.precision)
     del reference
-    wanted, ready.passes.graph = ready.passes.graph, False  # a graph's memory is not seen once it has been made
+    wanted, ready.passes.graph = ready.passes.graph, False  # the peak memory of a captured graph is not visible
     passes_peak = peak_memory(lambda: forward_backward(ready, rows), device)
-    optimizer = Optimizer(ready.model, OptimConfig())  # not before: its moments are no memory of the passes
+    optimizer = Optimizer(ready.model, OptimConfig())  # only now: its moments must not count for the passes
     full_step = FullStep(ready, optimizer, rows)
     begin = time.perf_counter()
     step_peak = peak_memory(full_step, device)
@@ -187,13 +187,13 @@ def measure(
 
 
 def gradients(ready: Ready, batch: BenchBatch) -> list[Tensor]:
-    """Copies: a graph leaves the next ones in the same place."""
+    """Copies, since a graph writes the next ones to the same memory."""
     forward_backward(ready, batch)
     return [torch.empty(0) if p.grad is None else p.grad.clone() for p in ready.model.parameters()]
 
 
 def peak_memory(run: Callable[[], object], device: torch.device) -> float | None:
-    """In GiB, with what was there before; None where torch does not count it."""
+    """In GiB, including memory allocated before; None where torch does not count it."""
     if device.type != "cuda":
         run()
         return None
@@ -209,7 +209,7 @@ def wait(device: torch.device) -> None:
 
 
 def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Of each run: by events on a GPU, which wait for nothing between runs; elsewhere by the clock."""
+    """Of each run: with events on a GPU, without waiting between runs; elsewhere with the clock."""
     found = []
     if device.type == "cuda":
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
@@ -228,7 +228,7 @@ def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) 
 
 
 def product_tflops(device: torch.device, compute: ComputeConfig | None = None) -> float:
-    """Of one matrix product of random numbers: 8192³ in bfloat16 on a GPU, small elsewhere, or it would take long."""
+    """TFLOP/s of one matrix product of random numbers: 8192³ in bfloat16 on a GPU, smaller elsewhere to save time."""
     size = 8192 if device.type == "cuda" else 512
     precision = find_precision(compute or ComputeConfig(), device.type)
     dtype = {"bf16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[precision]
@@ -249,11 +249,11 @@ def run_cases(
     watched: Collection[str] = (),
     report: Callable[[Measured | Failed], None] = lambda _: None,
 ) -> list[Measured | Failed]:
-    """What was found for each case, reported as it is. One that fails does not lose the others."""
+    """Measures all cases and reports each when it is done. A case that fails does not affect the others."""
     if repeats < 1:
         raise ValueError(f"--repeats {repeats}: give 1 or more")
     compute = compute or ComputeConfig()
-    batches = [draw(case, data) for case in cases]  # what can be wrong with the data is wrong before the first minute
+    batches = [draw(case, data) for case in cases]  # errors in the data show before the first measurement
     found: list[Measured | Failed] = []
     for case, batch in zip(cases, batches, strict=True):
         try:
@@ -268,10 +268,10 @@ def run_cases(
                     watched=case.name in watched,
                 )
             )
-        except Exception as error:  # out of memory above all
+        except Exception as error:  # mostly out of memory
             found.append(Failed(case.name, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
         report(found[-1])
-        torch._dynamo.reset()  # the next case compiles for its own shapes alone
+        torch._dynamo.reset()  # the next case compiles for its own shapes only
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What `thoughtbubbles bench` shows and writes: a line as each case is done, tables at the end, a file of numbers."""
+"""Output of `thoughtbubbles bench`: a line when a case is done, tables at the end, and a JSON file."""
 
 import sys
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from thoughtbubbles.distributed import find_device
 from thoughtbubbles.files import write_json
 from thoughtbubbles.provenance import device_name, provenance
 
-WIDTH = 130  # where nobody's terminal says otherwise
+WIDTH = 130  # outside a terminal
 
 
 def bench(
@@ -29,18 +29,18 @@ def bench(
     out: Path | None,
     quick: bool,
 ) -> None:
-    """The command. Ends with an error if a case has no numbers, after showing those of the others."""
+    """The command. Raises ValueError at the end if a case failed, after showing the others."""
     kind = find_device(device)
     names = list(names) or default_cases(kind, quick=quick)
     cases = find_cases(names, rows=rows, tokens=tokens)
     if repeats is None:
         repeats = 3 if quick else 20 if kind == "cuda" else 10
-    if out is not None and not out.parent.is_dir():  # found out now, not after minutes
-        raise ValueError(f"--out {out}: there is no folder {out.parent}; make it, or give another")
+    if out is not None and not out.parent.is_dir():  # fail now, not after minutes
+        raise ValueError(f"--out {out}: the folder {out.parent} does not exist; create it, or give another")
 
     said = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     said.print(f"{device_name(kind)}, {len(cases)} case{'s' * (len(cases) > 1)}, {repeats} repeats")
-    with said.status("measuring"):  # turns where a person watches
+    with said.status("measuring"):  # a spinner in a terminal
         product = product_tflops(torch.device(kind))
         found = run_cases(
             cases,
@@ -63,7 +63,7 @@ def bench(
         )
         print(f"Written: {out}")
     if failed := [case.name for case in found if isinstance(case, Failed)]:
-        raise ValueError(f"{len(failed)} of {len(found)} cases have no numbers: {', '.join(failed)}")
+        raise ValueError(f"{len(failed)} of {len(found)} cases failed: {', '.join(failed)}")
 
 
 def list_cases() -> None:
@@ -133,17 +133,17 @@ def show(found: Sequence[Measured | Failed], product: float) -> None:
 
 
 EXPLAINED = """\
-forward + backward  milliseconds for the loss and all gradients of the batch: the median, and where the middle 80 % lie.
-                    Where products run in bfloat16, the cast of the float32 weights is inside.
-full step           that, and the gradient's norm, clipping and AdamW; tokens/s are those of the full step
-TFLOP/s             the work that the architecture asks for, as `thoughtbubbles inspect` counts it, over forward +
-                    backward; padding and recomputation are no work
-of product rate     the same as a share of what one large matrix product reaches in this process
-peak GiB            the most memory held at once, weights included
-compile s           what first calls took longer than later ones; less where the compiler finds kernels in its cache
-loss, gradient      relative errors of one row's loss and of its whole gradient against the reference path in float32
-other decisions     share of fork candidates on which the reference would have decided otherwise: rounding tips a few
-same bits twice     whether two runs on one input give identical gradients"""
+forward + backward  milliseconds for the loss and all gradients of the batch: median, and 10th to 90th percentile.
+                    With bfloat16 products it includes the cast of the float32 weights.
+full step           also gradient norm, clipping and AdamW; tokens/s are those of the full step
+TFLOP/s             model FLOPs (as counted by `thoughtbubbles inspect`) per second of forward + backward; padding and
+                    recomputation do not count
+of product rate     the same, relative to one large matrix product in this process
+peak GiB            peak memory, including weights
+compile s           how much longer first calls took than later ones; less if the compiler finds kernels in its cache
+loss, gradient      relative errors of the loss and gradient of one row against the reference path in float32
+other decisions     share of fork candidates on which the reference decides differently, because of rounding
+same bits twice     whether two runs on the same input give bit-identical gradients"""
 
 
 def _table(title: str, *headings: str) -> Table:

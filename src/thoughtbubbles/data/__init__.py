@@ -1,1 +1,1 @@
-"""From text to batches: tokenizers, sources, preparation into shards, and the loader. NumPy only; no torch."""
+"""From text to batches: tokenizers, sources, preparation into shards, and the loader. NumPy only, without torch."""

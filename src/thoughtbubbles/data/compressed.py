@@ -1,7 +1,7 @@
 """Compressed files as streams of bytes: gzip (.gz), xz (.xz) and Zstandard (.zst), also several members in one file.
 
-Data that ends too early is an EOFError; damage is an OSError, zlib.error or LZMAError. What the libraries' own readers
-let pass is found here: `lzma` takes a damaged second stream for the file's end, `zstandard` a missing half.
+Truncated data raises EOFError; damage raises OSError, zlib.error or LZMAError. This also detects what the libraries'
+own readers miss: `lzma` takes a damaged second stream for the end of the file, `zstandard` ignores truncation.
 """
 
 import gzip
@@ -13,13 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 SUFFIXES = (".gz", ".xz", ".zst")
-DAMAGE = (OSError, EOFError, MemoryError, lzma.LZMAError, zlib.error)  # what reading a damaged file raises
+DAMAGE = (OSError, EOFError, MemoryError, lzma.LZMAError, zlib.error)  # raised by reading a damaged file
 STEP = 1 << 12  # bytes decompressed at a time: 4 kB of zstd can be 128 MB of text
 BUFFER = 1 << 20
 
 
 def decompressed(raw: io.BufferedReader, suffix: str) -> io.BufferedIOBase:
-    """What is in an open file whose name ends like this; the file itself where that is none of `SUFFIXES`."""
+    """The decompressed content of an open file with this suffix; the file itself if it is not in `SUFFIXES`."""
     if suffix == ".gz":
         return gzip.GzipFile(fileobj=raw)
     if suffix == ".xz":
@@ -31,11 +31,11 @@ def decompressed(raw: io.BufferedReader, suffix: str) -> io.BufferedIOBase:
 
 
 class _Members(io.RawIOBase):
-    """One compressed member after another (xz: streams, Zstandard: frames), and zeros between them where allowed."""
+    """Concatenated compressed members (xz: streams, Zstandard: frames), with zeros between them if allowed."""
 
     def __init__(self, raw: io.BufferedReader, new: Callable[[], Any], padding: bytes = b""):
         self._raw, self._new, self._padding = raw, new, padding
-        self._member: Any = None  # none begun
+        self._member: Any = None  # none started
         self._packed, self._plain = b"", memoryview(b"")
 
     def readable(self) -> bool:
@@ -66,7 +66,7 @@ class _Members(io.RawIOBase):
 
 
 def extra(module: str, purpose: str) -> Any:
-    """A package that not everyone needs."""
+    """Imports an optional package."""
     try:
         return importlib.import_module(module)
     except ImportError:

@@ -1,6 +1,6 @@
-"""From a chunk of a source to arrays of tokens: the work of the processes that prepare a dataset.
+"""Encodes a chunk of a source into arrays of tokens; runs in the processes that prepare a dataset.
 
-A broken record does not throw away the records before it: they come back together with the message.
+A broken record does not lose the records before it: they are returned together with the error message.
 """
 
 import hashlib
@@ -18,20 +18,20 @@ from thoughtbubbles.files import parse_json
 
 
 class Encoded(NamedTuple):
-    """The documents (or examples) of a chunk, one after another."""
+    """The concatenated documents (or examples) of a chunk."""
 
-    kind: Kind | None  # None when there are none
+    kind: Kind | None  # None if there are none
     tokens: np.ndarray  # uint16
-    mask: np.ndarray  # bool, for the tokens of examples: this is something that the model must say
+    mask: np.ndarray  # bool, for the tokens of examples: part of an answer, which counts in the loss
     n_tokens: np.ndarray  # of each document
     n_bytes: np.ndarray  # of text in each document
-    key: np.ndarray  # uint64: equal for documents that must stay together, in training or in validation data
-    skipped: int  # records in which there was nothing to learn
-    error: str | None  # what is wrong with the record after the last document
+    key: np.ndarray  # uint64: equal for documents that must be in the same split
+    skipped: int  # records with nothing to learn
+    error: str | None  # the error in the record after the last document
 
 
 def encode_parts(tok: Tokenizer, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and mask of an example. What the model says ends in end-of-text, which it must learn to say too."""
+    """Ids and mask of an example. Answers end in end-of-text, which also counts in the loss."""
     ids: list[np.ndarray] = []
     for part in parts:
         ids.append(tok.encode_array(part.text))
@@ -85,8 +85,8 @@ def encode_chunk(chunk: Chunk, tokenizer_name: str) -> Encoded:
 def mixed(first: Kind, second: Kind) -> str:
     names = {"text": "plain text", "examples": "questions or chats with answers"}
     return (
-        f"here are {names[second]}, before there were {names[first]}: the loss counts differently in the two, so "
-        "prepare them into separate folders"
+        f"found {names[second]} after {names[first]}: the loss is computed differently for the two, so prepare them "
+        "into separate folders"
     )
 
 
@@ -95,7 +95,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _records(chunk: Chunk) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each record with its place, in words."""
+    """Each record with its position, for messages."""
     if chunk.form == "broken":
         raise ValueError(chunk.payload)
     if chunk.form == "text":
@@ -131,7 +131,7 @@ def _decoded(raw: bytes, where: str) -> str:
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
-    record = parse_json(_decoded(line, where), where=where, remedy="repair or remove the line")
+    record = parse_json(_decoded(line, where), where=where, remedy="fix or remove the line")
     if not isinstance(record, dict):
         raise ValueError(f"{where}: a JSON {type(record).__name__} is not a record: give an object such as {{text}}")
     return record

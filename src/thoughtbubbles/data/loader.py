@@ -1,12 +1,12 @@
-"""Batches for training and for validation loss. Batch n is a pure function of (seed, n): nothing is remembered.
+"""Batches for training and validation. Batch n is a pure function of (seed, n): the loader has no state.
 
     row i of the run      i = n · rows + j; in every period of rows each source has exactly its share, in shuffled order
-    k-th row of a source  item k mod N of epoch k // N, out of N items shuffled afresh for every epoch
-    item                  text: T + 1 tokens at stride T, so every target occurs once an epoch; or one example, padded
+    k-th row of a source  item k mod N of epoch k // N, out of N items reshuffled for every epoch
+    item                  text: T + 1 tokens at stride T, so every target occurs once per epoch; or one example, padded
 
-All shuffling is one keyed permutation, computed where it is asked for: no arrays of the size of the data, no state to
-save, the same numbers on every platform. Resuming is asking for the next n; a rank asks for its rows alone. Neither the
-number of ranks nor the size of batches changes the order of the rows.
+All shuffling is one keyed permutation, computed on demand: no arrays of the size of the data, no state to save, the
+same numbers on every platform. To resume, ask for the next n; a rank asks only for its rows. Neither the number of
+ranks nor the batch size changes the order of the rows.
 """
 
 from bisect import bisect_right
@@ -24,10 +24,10 @@ import numpy as np
 from thoughtbubbles.data.shards import Dataset, open_dataset
 from thoughtbubbles.data.shuffle import key_of, permute
 
-IGNORED = -100  # as a target: predicting this token counts nothing
+IGNORED = -100  # a target that does not count in the loss
 LONGEST_PERIOD = 10_000  # rows within which the shares of the sources are exact
-PART_EXAMPLES = 1 << 16  # gone through at a time, since counting their targets takes 8 bytes per token
-BLOCK_ROWS = 4096  # the schedule is made for this many rows at a time, or for one period
+PART_EXAMPLES = 1 << 16  # examples scanned at a time, since counting their targets takes 8 bytes per token
+BLOCK_ROWS = 4096  # the schedule is computed for this many rows at a time, or for one period
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Source:
 class Batch(NamedTuple):
     """Rows of one length, as NumPy arrays."""
 
-    ids: np.ndarray  # (R, T) int64; right of `lengths` end-of-text
+    ids: np.ndarray  # (R, T) int64; end-of-text after `lengths`
     targets: np.ndarray  # (R, T) int64; -100 where nothing is to be predicted
     lengths: np.ndarray  # (R,) int64, at least 1
     source: np.ndarray  # (R,) int64, index into the sources
@@ -76,7 +76,7 @@ class SourceFacts(NamedTuple):
 
 
 def micro_steps(rows: int, *, micro_batch_size: int, world: int) -> int:
-    """In how many parts every one of `world` ranks does a global batch."""
+    """Number of micro-batches per rank and global batch."""
     if min(rows, micro_batch_size, world) < 1 or rows % (micro_batch_size * world):
         raise ValueError(
             f"rows = {rows} is not a multiple of micro_batch_size · ranks = {micro_batch_size} · {world}: "
@@ -86,7 +86,7 @@ def micro_steps(rows: int, *, micro_batch_size: int, world: int) -> int:
 
 
 def rows_of_rank(rows: int, *, micro_batch_size: int, micro_step: int, rank: int, world: int) -> tuple[int, int]:
-    """`first` and `count` for `Loader.batch`. Over ranks and micro-steps they make up the global batch."""
+    """`first` and `count` for `Loader.batch`. Over all ranks and micro-steps they cover the global batch."""
     assert 0 <= rank < world, f"rank {rank} of {world}"
     assert 0 <= micro_step < micro_steps(rows, micro_batch_size=micro_batch_size, world=world), (
         f"micro-step {micro_step}"
@@ -95,7 +95,7 @@ def rows_of_rank(rows: int, *, micro_batch_size: int, micro_step: int, rank: int
 
 
 class _Items:
-    """The items of one split of a source: where each begins in the concatenation of the shards, and its tokens."""
+    """The items of one split of a source: their positions in the concatenated shards, and their tokens."""
 
     def __init__(self, dataset: Dataset, *, n_tokens: int, keep_tail: bool, max_tokens: int | None = None):
         self.dataset, self.n_tokens, self.n_excluded = dataset, n_tokens, 0
@@ -110,19 +110,19 @@ class _Items:
         if self.n_items < 1:
             raise ValueError(
                 f"{dataset.folder} has no row for n_tokens = {n_tokens} in split {dataset.split!r}: its "
-                f"{dataset.n_tokens} tokens fill no window, or no example has a target that counts; "
+                f"{dataset.n_tokens} tokens do not fill a window, or no example has a target that counts; "
                 "lower n_tokens or prepare more data"
             )
 
     def spans(self, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each item: its first token and its number of tokens, of which the last is a target only."""
+        """First token and number of tokens of each item; its last token is only a target."""
         if self._spans is not None:
             return self._spans[0][items], self._spans[1][items]
         begin = items * self.n_tokens
         return begin, np.minimum(self._targets - begin, self.n_tokens) + 1
 
     def read(self, begin: int, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Fills both arrays from token `begin` of the concatenation on, over the edges of shards where need be."""
+        """Fills both arrays from token `begin` of the concatenated shards on, across shard boundaries."""
         shard = bisect_right(self._starts, begin) - 1
         done = 0
         while done < len(tokens):
@@ -133,7 +133,7 @@ class _Items:
             done, shard = done + len(part), shard + 1
 
     def _example_spans(self, max_tokens: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Examples longer than a row are cut; those that are left without a target are excluded."""
+        """Examples longer than a row are truncated; those left without a target are excluded."""
         begins, sizes = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]  # a shard may be empty
         for start, shard in zip(self._starts, self.dataset.shards, strict=False):
             for first in range(0, shard.header.n_examples, PART_EXAMPLES):
@@ -153,7 +153,7 @@ class _Items:
 
 
 class _Reader:
-    """Opens sources that belong together, and makes rows from their items."""
+    """Opens sources with the same tokenizer, and makes rows from their items."""
 
     def __init__(
         self,
@@ -184,29 +184,29 @@ class _Reader:
 
     @property
     def n_excluded(self) -> int:
-        """Examples of which nothing would be learned: without a target that counts, or cut before it."""
+        """Examples with nothing to learn: without a target that counts, or truncated before it."""
         return sum(items.n_excluded for items in self._items)
 
     @property
     def largest_id(self) -> int:
-        """Of all tokens, end-of-text included."""
+        """The largest token id, including end-of-text."""
         return self._largest
 
     @property
     def n_tokens_in_split(self) -> int:
-        """Over all sources, whether they are used or not."""
+        """Tokens over all sources, used or not."""
         return sum(items.dataset.n_tokens for items in self._items)
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Refuses a model too small for the ids, here rather than by a fault on the GPU."""
+        """Raises ValueError if the vocabulary is too small for the ids, instead of a fault on the GPU."""
         if self._largest >= vocab_size:
             raise ValueError(
                 f"vocab_size = {vocab_size} is too small: the data, made with tokenizer {self.tokenizer!r}, has ids "
-                f"up to {self._largest}; give the model {self._largest + 1} or more, or prepare the data anew"
+                f"up to {self._largest}; give the model {self._largest + 1} or more, or prepare the data again"
             )
 
     def _make(self, source: np.ndarray, item: np.ndarray, *, rows: int) -> Batch:
-        """Fewer items than rows leave rows of padding at the end: length 1, no target that counts."""
+        """If there are fewer items than rows, the last rows are padding: length 1, no target that counts."""
         tokens = np.full((rows, self.n_tokens + 1), self._end_of_text, dtype=np.uint16)
         counts = np.zeros((rows, self.n_tokens + 1), dtype=np.bool_)
         lengths = np.ones(rows, dtype=np.int64)
@@ -220,10 +220,10 @@ class _Reader:
             folders = ", ".join(str(self.sources[s].path) for s in np.unique(source))
             raise ValueError(
                 f"{folders}: token {largest} is larger than any that was written: the data has altered bytes; "
-                "open it with verify=True to learn in which file"
+                "open it with verify=True to find the file"
             )
         ids = tokens[:, :-1].astype(np.int64)
-        if lengths.min() < self.n_tokens:  # the last token of a short row is a target only
+        if lengths.min() < self.n_tokens:  # the last token of a short row is only a target
             ids[np.arange(self.n_tokens) >= lengths[:, None]] = self._end_of_text
         targets = np.where(counts[:, 1:], tokens[:, 1:].astype(np.int64), IGNORED)
         whose = np.full(rows, source[-1], dtype=np.int64)
@@ -247,8 +247,8 @@ def _common_tokenizer(datasets: Sequence[Dataset]) -> str:
 class Loader(_Reader):
     """Training batches: `rows` rows of `n_tokens` tokens per step, over all ranks.
 
-    Windows of text run over the ends of documents and shards. The tail of a split that fills no window (fewer than
-    n_tokens targets) is dropped. Weights are shares of rows; the order of the sources belongs to the seed.
+    Windows of text cross the ends of documents and shards. The tail of a split that does not fill a window (fewer than
+    n_tokens targets) is dropped. Weights are shares of rows. Another order of the sources gives other batches.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class Loader(_Reader):
         self._block = lru_cache(maxsize=4)(self._schedule)
 
     def batch(self, n: int, first: int = 0, count: int | None = None) -> Batch:
-        """Rows first … first + count − 1 of global batch n; all of them by default. Only their data is touched."""
+        """Rows first … first + count − 1 of global batch n; all of them by default. Reads only their data."""
         count = self.rows - first if count is None else count
         if n < 0 or first < 0 or count < 1 or first + count > self.rows:
             raise ValueError(f"batch(n={n}, first={first}, count={count}): give n >= 0 and rows out of {self.rows}")
@@ -279,7 +279,7 @@ class Loader(_Reader):
         return self._make(source, item, rows=count)
 
     def epochs_at(self, n: int) -> list[float]:
-        """Of each source: how often its items have been through before batch n."""
+        """Number of epochs of each source before batch n."""
         block, before = divmod(n * self.rows, self._periods * self.period)
         here = np.bincount(self._block(block)[0][:before], minlength=len(self.sources)).tolist()
         done = [block * self._periods * quota + rows for quota, rows in zip(self.quotas, here, strict=True)]
@@ -299,7 +299,7 @@ class Loader(_Reader):
         ]
 
     def _schedule(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source and item of every row in a block of whole periods; kept, since batches are asked for in order."""
+        """Source and item of every row in a block of whole periods; cached, since batches are read in order."""
         periods = np.arange(block * self._periods, (block + 1) * self._periods)
         keys = np.repeat(key_of(self.seed, 0, periods), self.period)
         place = permute(np.tile(np.arange(self.period), self._periods), self.period, keys)
@@ -313,8 +313,8 @@ class Loader(_Reader):
 
 
 def quotas(weights: Sequence[float]) -> list[int]:
-    """Rows of each source in a period: exact where a period of up to 10,000 rows allows, else by largest remainder."""
-    exact = [Fraction(str(weight)) for weight in weights]  # the decimal that was written, not its binary neighbour
+    """Rows per source in a period: exact if a period of up to 10,000 rows allows it, else by largest remainder."""
+    exact = [Fraction(str(weight)) for weight in weights]  # the decimal as written, not its binary approximation
     shares = [weight / sum(exact) for weight in exact]
     period = min(lcm(*(share.denominator for share in shares)), LONGEST_PERIOD)
     rows = [int(share * period) for share in shares]
@@ -329,12 +329,12 @@ def quotas(weights: Sequence[float]) -> list[int]:
 
 
 class ValidationSet(_Reader):
-    """The validation split in fixed order, for the loss: a sequence of batches, each of one source only.
+    """The validation split in fixed order: a sequence of batches, each of one source only.
 
     Every target occurs once: windows do not overlap, and the last, shorter one is a padded row. Every batch has `rows`
-    rows: where items run out, rows of padding follow (length 1, every target -100). `max_tokens` keeps the first so
-    many targets of each source, the same text whatever n_tokens is (of examples: as many whole ones as fit, at least
-    one). A source without the split is refused: its loss would be missing without a word.
+    rows; if items run out, the rest is padding (length 1, every target -100). `max_tokens` keeps the first `max_tokens`
+    targets of each source, the same text for every n_tokens (of examples: as many complete ones as fit, at least one).
+    A source without the split raises ValueError, since its loss would silently be missing.
     """
 
     def __init__(

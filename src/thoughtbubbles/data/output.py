@@ -1,12 +1,12 @@
-"""A folder while it is being filled, and how to go on filling it after an interruption at any moment.
+"""The output folder while it is being filled; filling can resume after an interruption at any moment.
 
-    prepare.json       the journal: the settings, the place in the sources, the shards that are complete
-    train-00003.tail   the tokens of train that came after its first 3 shards, as far as the journal says
+    prepare.json       the journal: the settings, the position in the sources, the complete shards
+    train-00003.tail   the tokens of train after its first 3 shards, up to the length in the journal
     train-00002.bin    complete shards, see shards.py
 
-Saving brings the tails to the disk and then replaces the journal in one step. Going on cuts the tails back to what the
-journal knows and reads the sources from the journal's place: the result is the same, byte for byte, as without the
-interruption. When all is done the index comes, and journal and tails go.
+Saving flushes the tails to disk and then replaces the journal atomically. Resuming truncates the tails to the length in
+the journal and reads the sources from the journal's position: the result is byte-identical to an uninterrupted one. At
+the end the index is written, and journal and tails are deleted.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from thoughtbubbles.files import read_object, short_name
 
 JOURNAL = "prepare.json"
 SPLITS = ("train", "val")
-SAID, FIRST = np.uint32(1 << 16), np.uint32(1 << 17)  # beside a token in the tail of examples
+SAID, FIRST = np.uint32(1 << 16), np.uint32(1 << 17)  # flags added to a token in the tail of examples
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Counts:
 
 @dataclass
 class Tail:
-    """How far the journal knows a tail, and its checksum up to there."""
+    """Length of a tail in the journal, and its checksum up to there."""
 
     tokens: int = 0
     crc32: int = 0
@@ -61,7 +61,7 @@ class Tail:
 
 @dataclass
 class State:
-    """All that the journal holds, besides the settings."""
+    """The content of the journal, except the settings."""
 
     kind: Kind | None = None
     place: tuple[int, int] = (0, 0)  # input, record
@@ -81,7 +81,7 @@ class State:
             raise ValueError(f"place = {place}, first_keys = {first_keys}")
         counts = {s: Counts(**{name: count(n) for name, n in record["counts"][s].items()}) for s in SPLITS}
         if record["kind"] is None and any(asdict(c) != asdict(Counts()) for c in counts.values()):
-            raise ValueError("there are documents of no kind")
+            raise ValueError("there are documents without a kind")
         return cls(
             record["kind"],
             (place[0], place[1]),
@@ -94,7 +94,7 @@ class State:
 
 
 class Split:
-    """One split on its way: complete shards, and on the disk too the tail, which is in none of them yet."""
+    """One split being written: complete shards, and a tail, also on disk, that is not in a shard yet."""
 
     def __init__(self, folder: Path, name: str, *, kind: Kind, shard_tokens: int, shards: list[ShardInfo], tail: Tail):
         self._folder, self._name, self._kind, self._before = folder, name, kind, list(shards)
@@ -130,7 +130,7 @@ class Split:
         finished = len(self._writer.finished)
         self._write(packed)
         if len(self._writer.finished) > finished:
-            self.close()  # the old tail stays until the journal knows of the new one
+            self.close()  # the old tail stays until the new one is in the journal
             self.tail_path = self._tail_path()
             self._file, self.tail = self._new_tail(), Tail()
             packed = packed[len(packed) - self._writer.pending :]
@@ -148,17 +148,17 @@ class Split:
         return self._folder / f"{self._name}-{len(self.shards):05d}.tail"
 
     def _new_tail(self) -> BinaryIO:
-        self.tail_path.unlink(missing_ok=True)  # whatever bears the name: a pipe would wait for a reader
+        self.tail_path.unlink(missing_ok=True)  # whatever has this name: opening a pipe would block
         return self.tail_path.open("wb")
 
     def _continue_tail(self) -> BinaryIO:
-        """Hands the tail to the writer, and cuts off what came after the journal was last saved."""
+        """Passes the tail to the writer, and truncates what was written after the last save of the journal."""
         if not self.tail.tokens:
             return self._new_tail()
         remedy = f"delete {self._folder} and prepare it again"
         there = self.tail_path.stat().st_size if self.tail_path.is_file() else 0
         if there < self.tail.tokens * self._form.itemsize:
-            raise ValueError(f"{self.tail_path} is missing or cut short: {remedy}")
+            raise ValueError(f"{self.tail_path} is missing or truncated: {remedy}")
         packed = np.fromfile(self.tail_path, dtype=self._form, count=self.tail.tokens)
         if zlib.crc32(packed.data) != self.tail.crc32:
             raise ValueError(f"{self.tail_path} is damaged (its checksum differs): {remedy}")
@@ -168,7 +168,7 @@ class Split:
 
 
 class Output:
-    """The folder. Its state is what a later run needs to go on."""
+    """The folder. Its state is what a later run needs to resume."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
         self._folder, self._settings = folder, settings
@@ -191,7 +191,7 @@ class Output:
         return sum(len(split.shards) for split in self._splits.values())
 
     def add(self, found: Encoded, name: str, *, split: str | None) -> None:
-        """Without a split, some documents go to `val` by their hash."""
+        """Without `split`, the hash of a document decides whether it goes to `val`."""
         state = self.state
         state.skipped += found.skipped
         if found.kind is None:
@@ -212,7 +212,7 @@ class Output:
             counts.bytes += int(found.n_bytes[a:b].sum())
 
     def save(self, place: tuple[int, int]) -> None:
-        """From here a later run can go on."""
+        """Writes the journal, so that a later run can resume from here."""
         self.state.place = place
         for name, split in self._splits.items():
             split.sync()
@@ -222,12 +222,12 @@ class Output:
 
     def close(self) -> None:
         for split in self._splits.values():
-            with contextlib.suppress(OSError):  # what it could not write, the journal does not count on
+            with contextlib.suppress(OSError):  # the journal does not count on bytes that could not be written
                 split.close()
 
     def finish(self, tok: Tokenizer) -> Index:
         state = self.state
-        assert state.kind is not None, "without a document there is nothing to finish"
+        assert state.kind is not None, "there must be at least one document"
         for split in self._splits.values():
             split.finish()
         notes = {
@@ -242,7 +242,7 @@ class Output:
         return index
 
     def abandon(self) -> None:
-        """Leaves no trace where there was nothing to prepare."""
+        """Removes everything, if there was nothing to prepare."""
         self._remove(self._folder.glob("*.bin"), keep=set())
         tidy(self._folder)
         with contextlib.suppress(OSError):
@@ -259,7 +259,7 @@ class Output:
             }
 
     def _is_validation(self, key: np.ndarray) -> np.ndarray:
-        """By the key alone, so that equal documents stay together; but the first goes to train and the next to val."""
+        """By the key only, so that equal documents stay together; but the first goes to train and the next to val."""
         share, first = float(self._settings["val_fraction"]), self.state.first_keys
         for value in key[:0] if len(first) == 2 else key:
             if int(value) not in first:
@@ -278,7 +278,7 @@ class Output:
 
 
 def tidy(folder: Path) -> None:
-    """Removes what only an unfinished folder needs."""
+    """Removes the files that only an unfinished folder needs."""
     for pattern in ("*.tail", "*.tmp", JOURNAL):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
@@ -299,7 +299,7 @@ def finished(folder: Path, settings: dict[str, Any]) -> Index | None:
             count(index.notes["bytes"][split])
     except (KeyError, TypeError, ValueError):
         raise ValueError(
-            f"{folder / INDEX} is damaged (its notes lack what `prepare` writes): delete {folder} and prepare it again"
+            f"{folder / INDEX} is damaged (its notes are not from `prepare`): delete {folder} and prepare it again"
         ) from None
     _check_shards(folder, index)
     tidy(folder)
@@ -307,14 +307,14 @@ def finished(folder: Path, settings: dict[str, Any]) -> Index | None:
 
 
 def _check_shards(folder: Path, index: Index) -> None:
-    """Headers and sizes: what was prepared before must still be there."""
+    """Checks headers and sizes: earlier shards must still exist."""
     for infos in index.splits.values():
         for info in infos:
             open_shard(folder / info.file, info, index)
 
 
 def _runs(held: np.ndarray) -> list[tuple[bool, int, int]]:
-    """Stretches of documents that go to the same side."""
+    """Runs of documents that go to the same split."""
     cuts = [0, *(np.flatnonzero(held[1:] != held[:-1]) + 1).tolist(), len(held)]
     return [(bool(held[a]), a, b) for a, b in pairwise(cuts)]
 
@@ -338,21 +338,21 @@ def _refuse_foreign(folder: Path) -> None:
     there = sorted(path.name for path in folder.iterdir() if path.suffix != ".tmp")
     if there:
         first = short_name(there[0])
-        raise ValueError(f"out = {folder} already holds other files ({first} …): give a new or empty folder")
+        raise ValueError(f"out = {folder} already contains other files ({first} …): give a new or empty folder")
 
 
 def _refuse_other(folder: Path, ours: dict[str, Any], theirs: dict[str, Any], what: str) -> None:
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if names == ["inputs"]:
         raise ValueError(
-            f"out = {folder} holds {what} of the same sources, but their files have changed since: give another "
+            f"out = {folder} contains {what} of the same sources, but their files have changed since: give another "
             "folder, or delete this one to start over"
         )
     if names:
         if not theirs:
-            raise ValueError(f"out = {folder} holds {what} that was made in another way: give another folder")
+            raise ValueError(f"out = {folder} contains {what} that was made in another way: give another folder")
         differences = short_name(", ".join(f"{name} = {theirs.get(name)!r}" for name in names if name != "inputs"))
         raise ValueError(
-            f"out = {folder} holds {what} with other settings ({differences}): repeat those, give another folder, or "
+            f"out = {folder} contains {what} with other settings ({differences}): use those, give another folder, or "
             "delete this one to start over"
         )

@@ -1,11 +1,11 @@
-"""Text into shards of tokens: many processes tokenize, one reads and writes.
+"""Tokenizes text into shards: one process reads and writes, the others tokenize.
 
     sources ─read─▶ chunks of ~1 MB ─▶ processes: records, tokens, hash ─in order─▶ train or val ─▶ shards, journal
 
-The order of documents is that of the sources, and each document's side follows from its text alone, or from its source
-where a validation set is given, so the result does not depend on the number of processes, nor on interruptions: the
-same command, given again, goes on where it stopped. A validation set comes first: what is wrong with it shows at once.
-Only a few chunks for each process are on their way at any time; memory holds them and the two shards being filled.
+Documents keep the order of the sources, and the split of a document depends only on its text, or on its source if a
+validation set is given. So the result depends neither on the number of processes nor on interruptions: the same command
+resumes where it stopped. A validation set is read first, so that its errors show early. Only a few chunks per process
+are in flight; memory holds them and the two shards being filled.
 """
 
 import contextlib
@@ -33,18 +33,18 @@ from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.data.tokenizer import tokenizer as find_tokenizer
 from thoughtbubbles.files import locked, named, reason, short_name
 
-PATIENCE = 5.0  # seconds without a result, after which somebody looks whether all processes live
-AHEAD = 3  # chunks on their way for each process
-SAVE_SECONDS = 10.0  # at most so much work is done twice after an interruption
-VAL_FRACTION = 0.005  # share of the documents, where no validation set is given
+PATIENCE = 5.0  # seconds without a result before checking that all processes are alive
+AHEAD = 3  # chunks in flight per process
+SAVE_SECONDS = 10.0  # the most work that an interruption can lose
+VAL_FRACTION = 0.005  # fraction of the documents, if no validation set is given
 MOST_PROCESSES = 1024
 MOST_SHARD_TOKENS = 1 << 32
 MUCH = 10**8  # tokens: enough for one of the paper's models
-NEXT = {  # a recipe for the tokens, its context length, and from how many tokens on
+NEXT = {  # recipes to suggest: name, context length, and minimum number of tokens
     "bytes": (("tiny", 128, 0),),
-    "gpt2": (("150m-r2-owt", 512, MUCH), ("small-gpt2", 256, 0)),
+    "gpt2": (("150m-r2", 512, MUCH), ("small-gpt2", 256, 0)),
 }
-AGAIN = "run the same command again, and it goes on where it stopped"
+AGAIN = "run the same command again to resume"
 
 
 def prepare(
@@ -59,21 +59,21 @@ def prepare(
     shard_tokens: int = 2**27,
     limit: int | None = None,
 ) -> Index:
-    """Turn text, questions or chats into a folder of token shards that a model can be trained on.
+    """Tokenize text, questions or chats into a folder of token shards for training.
 
-    The same command, given again after an interruption, goes on where it stopped.
+    After an interruption, run the same command again to resume.
 
     Args:
         sources: Files (.txt, .md, .jsonl, .jsonl.gz, .jsonl.xz, .jsonl.zst, .parquet), folders of them, or public
             datasets by name: openwebtext, pes2o, fineweb, smoltalk, mmlu, gsm8k, gsm8k-aug.
         out: The folder to write.
         tokenizer: gpt2 or bytes.
-        processes: Processes that tokenize; as many as there are processors by default.
-        val: The validation set: files, folders or names whose documents become the split val, all of them, as they are.
-            The other sources are all training data then.
-        val_fraction: Fraction of the documents that is validation data where no --val is given; 0.005 by default, 0 for
-            none. Equal documents stay on one side.
-        shard_tokens: Tokens in a file; while it is filled, memory holds 2 bytes for each.
+        processes: Number of processes that tokenize. Default: one per processor.
+        val: The validation set: files, folders or names whose documents all become the split val. The other sources
+            are then all training data.
+        val_fraction: Fraction of the documents used as validation data if --val is not given. Default: 0.005; 0 for
+            none. Equal documents are always in the same split.
+        shard_tokens: Tokens per file; memory holds 2 bytes per token while it is filled.
         limit: Stop after this many documents, not counting those of --val.
     """
     _check(sources=sources, val=val, val_fraction=val_fraction)
@@ -97,7 +97,7 @@ def prepare(
             stack.enter_context(locked(out, doing="preparing"))
             index = finished(out, settings)
         if index is not None:
-            print(f"{out} is prepared already; nothing to do")
+            print(f"{out} is already prepared; nothing to do")
         else:
             index = _run(out, settings, inputs, tok, n_val=len(val_inputs), processes=processes or _processors())
     _summarize(out, index)
@@ -107,7 +107,7 @@ def prepare(
 def _check(*, sources: tuple[str, ...], val: tuple[str, ...], val_fraction: float | None) -> None:
     for name, value in (("sources", sources), ("val", val)):
         if not (isinstance(value, tuple | list) and all(isinstance(source, str) for source in value)):
-            raise ValueError(f"{name} = {short_name(repr(value))}: give a tuple of files, folders or names as text")
+            raise ValueError(f"{name} = {short_name(repr(value))}: give a tuple of files, folders or names as strings")
     if val_fraction is None:
         return
     if isinstance(val_fraction, bool) or not isinstance(val_fraction, int | float) or not 0 <= val_fraction < 1:
@@ -117,16 +117,16 @@ def _check(*, sources: tuple[str, ...], val: tuple[str, ...], val_fraction: floa
         )
     if val:
         raise ValueError(
-            f"val_fraction = {val_fraction} and val = {short_name(' '.join(val))}: with --val all else is training "
-            "data; leave one of the two out"
+            f"val_fraction = {val_fraction} and val = {short_name(' '.join(val))}: with --val, all other sources are "
+            "training data; leave one of the two out"
         )
 
 
 def _check_numbers(*, processes: int | None, shard_tokens: int, limit: int | None) -> None:
     for name, value, most, remedy in (
-        ("processes", processes, MOST_PROCESSES, "give 1 or more, up to {:,}, or leave it out for one a processor"),
-        ("shard_tokens", shard_tokens, MOST_SHARD_TOKENS, f"give at least 1 token a shard, up to {{:,}}, e.g. {2**27}"),
-        ("limit", limit, sys.maxsize, "give 1 document or more, up to {:,}, or leave it out for all"),
+        ("processes", processes, MOST_PROCESSES, "give 1 or more, up to {:,}, or leave it out for one per processor"),
+        ("shard_tokens", shard_tokens, MOST_SHARD_TOKENS, f"give 1 or more tokens, up to {{:,}}, e.g. {2**27}"),
+        ("limit", limit, sys.maxsize, "give 1 or more documents, up to {:,}, or leave it out for all"),
     ):
         if value is not None and (type(value) is not int or not 1 <= value <= most):
             raise ValueError(f"{name} = {short_name(repr(value))}: {remedy.format(most)}")
@@ -138,8 +138,8 @@ def _refuse_overlap(train: Sequence[Input], val: Sequence[Input]) -> None:
 
     if both := places(train).keys() & places(val).keys():
         raise ValueError(
-            f"val = {short_name(places(val)[min(both)])}: it is among the sources to train on, too, so the loss on it "
-            "would tell nothing; move it out of their folder, or give another"
+            f"val = {short_name(places(val)[min(both)])}: is also a source of training data, so its validation loss "
+            "would be meaningless; move it out of their folder, or give another"
         )
 
 
@@ -163,7 +163,7 @@ def _run(
         if given and not output.state.counts[split].documents:
             output.abandon()
             name = "val" if split == "val" else "sources"
-            raise ValueError(f"{name} = {short_name(' '.join(given))}: there is no document in them; give others")
+            raise ValueError(f"{name} = {short_name(' '.join(given))}: contains no documents; give other sources")
     with _writing(out):
         return output.finish(tok)
 
@@ -179,7 +179,7 @@ def _fill(
     progress: Progress,
     out: Path,
 ) -> None:
-    """Takes documents into the folder until the sources or the limit end. The first `n_val` inputs go to val."""
+    """Adds documents to the folder until the sources or the limit end. The first `n_val` inputs go to val."""
     counted = output.state.counts["train"].documents if n_val else output.documents
     left = sys.maxsize if limit is None else limit - counted
     saved, shards, place = time.monotonic(), output.n_shards, output.state.place
@@ -188,7 +188,7 @@ def _fill(
             for chunk, found in encoded if left else ():
                 split = None if not n_val else "val" if chunk.input < n_val else "train"
                 if split == "train" and not output.state.counts["val"].documents:
-                    return  # a validation set without a document is an error, and not after hours
+                    return  # an empty validation set is an error: report it now, not after hours
                 room = sys.maxsize if split == "val" else left
                 if found.error is not None and len(found.key) < room:
                     with _writing(out):
@@ -208,7 +208,7 @@ def _fill(
             with _writing(out):
                 output.save(place)
             raise ValueError(
-                f"a process that tokenizes has died, killed perhaps because memory ran out; nothing is lost: {AGAIN} "
+                f"a tokenizing process died, perhaps killed because memory ran out; nothing is lost: {AGAIN} "
                 f"(with fewer than --processes {processes} if memory is short)"
             ) from None
 
@@ -228,13 +228,13 @@ def _first(found: Encoded, n: int) -> Encoded:
 
 
 def _encode(chunks: Iterable[Chunk], tokenizer: str, processes: int) -> Generator[tuple[Chunk, Encoded], None, None]:
-    """Each chunk with its tokens, in order; one process does it right here."""
+    """Each chunk with its tokens, in order; with one process, in this one."""
     if processes == 1:
         for chunk in chunks:
             yield chunk, encode_chunk(chunk, tokenizer)
         return
     waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
-    # Fresh processes rather than copies of this one, whose threads and open files a copy would share.
+    # Spawned, not forked: a fork would share this process's threads and open files.
     with named(f"--processes {processes}", "give fewer"):
         pool = ProcessPoolExecutor(
             processes,
@@ -244,7 +244,7 @@ def _encode(chunks: Iterable[Chunk], tokenizer: str, processes: int) -> Generato
         )
     try:
         for chunk in chunks:
-            with named(f"--processes {processes}", "give fewer"):  # a process is started when there is work for it
+            with named(f"--processes {processes}", "give fewer"):  # submit starts processes on demand
                 waiting.append((chunk._replace(payload=None), pool.submit(encode_chunk, chunk, tokenizer)))
             if len(waiting) > AHEAD * processes:
                 chunk, future = waiting.popleft()
@@ -256,7 +256,7 @@ def _encode(chunks: Iterable[Chunk], tokenizer: str, processes: int) -> Generato
 
 
 def _result(pool: ProcessPoolExecutor, future: Future[Encoded]) -> Encoded:
-    """A process that is killed while it sends leaves half a message, for whose rest the pool would wait forever."""
+    """Detects a process that was killed while sending its result: the pool would wait forever for the rest."""
     while True:
         try:
             return future.result(timeout=PATIENCE)
@@ -267,8 +267,8 @@ def _result(pool: ProcessPoolExecutor, future: Future[Encoded]) -> Encoded:
         for process in processes:
             process.kill()
         queue: Any = pool._result_queue
-        queue._writer.close()  # the last end that could be written to: now the pool sees that nothing more will come
-        raise BrokenProcessPool("a process died while it sent its result")
+        queue._writer.close()  # the last open end of the pipe: now the pool sees its end
+        raise BrokenProcessPool("a process died while sending its result")
 
 
 def _start_worker(tokenizer: str) -> None:
@@ -278,7 +278,7 @@ def _start_worker(tokenizer: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed cannot tell its workers, which would wait for work forever."""
+    """Without this, workers would wait for work forever after their parent is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
@@ -291,13 +291,13 @@ def _writing(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(
-            f"writing to {short_name(out)} failed ({reason(error)}): make room or give another folder; what is "
-            f"complete is kept: {AGAIN}"
+            f"writing to {short_name(out)} failed ({reason(error)}): free disk space or give another folder; complete "
+            f"shards are kept: {AGAIN}"
         ) from error
 
 
 def _processors() -> int:
-    """Those that this process may use, which can be fewer than the machine has."""
+    """The number that this process may use, which can be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -312,12 +312,12 @@ def _summarize(out: Path, index: Index) -> None:
         tokens = sum(shard.n_tokens for shard in shards)
         print(row(split, index.notes["documents"][split], tokens, index.notes["bytes"][split], len(shards)))
     if index.notes["skipped"]:
-        print(f"{index.notes['skipped']:,} records were left out: there was nothing to learn in them")
+        print(f"{index.notes['skipped']:,} records were skipped: they contain nothing to learn")
     n_val = sum(shard.n_tokens for shard in index.splits["val"])
     if not n_val:
         print(
-            "there is no split val, so training will have no validation loss; for one, give --val, or two different "
-            "documents or more and --val-fraction above 0"
+            "there is no split val, so training will have no validation loss; to get one, give --val, or at least two "
+            "different documents and --val-fraction above 0"
         )
     elif n_val < SMALL_VALIDATION:
         print(
@@ -331,6 +331,6 @@ def _next_command(out: Path, index: Index) -> str:
     n_tokens = sum(shard.n_tokens for shard in index.splits["train"])
     recipe, block_size = next((name, size) for name, size, least in NEXT[index.tokenizer] if n_tokens >= least)
     words = ["thoughtbubbles", "train", recipe, "--data.mixture", f"{out}=1" if "=" in str(out) else str(out)]
-    if index.kind == "text" and n_tokens <= block_size:  # not one window of the recipe's own length
+    if index.kind == "text" and n_tokens <= block_size:  # too few for one window of the recipe's context length
         words += ["--model.block-size", str(1 << (n_tokens - 1).bit_length() - 1)]
     return shlex.join(words)

@@ -1,4 +1,4 @@
-"""How far a preparation is: a bar where a person watches, and a plain line now and then otherwise."""
+"""Progress of a preparation: a bar in a terminal, a plain line every few seconds otherwise."""
 
 import sys
 import time
@@ -22,7 +22,7 @@ class Progress:
         self._bar: Any = None
         self._task: Any = None
         if resumed is not None:
-            print(f"going on after {resumed:,} documents that are done", file=sys.stderr)
+            print(f"resuming after {resumed:,} documents", file=sys.stderr)
 
     def __enter__(self) -> "Progress":
         if sys.stderr.isatty():
@@ -46,7 +46,7 @@ class Progress:
         n_bytes = sum(counts.bytes for counts in state.counts.values())
         if self._bytes_begun is None:
             self._bytes_begun = n_bytes
-            self._begun = now  # until the first chunk comes, processes start
+            self._begun = now  # before the first chunk, processes are starting
         if self._bar is None and now - self._printed < LINE_SECONDS:
             return
         documents = sum(counts.documents for counts in state.counts.values())

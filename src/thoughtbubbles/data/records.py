@@ -1,4 +1,4 @@
-"""What a record says: a document to read, or an example with a part that the model must say.
+"""Parses records: a record is a document, or an example with a prompt and answers to learn.
 
     {"text"}                                    a document
     {"question", "answer"}                      question⏎ | answer■                        (GSM8K)
@@ -6,9 +6,9 @@
     {"question", "choices", "answer"}           question⏎ A. …⏎ B. …⏎ Answer: | ␣B. …■     (MMLU)
     {"messages": [{"role", "content"}, …]}      User: …⏎ Assistant: | ␣…■ User: …          (SmolTalk)
 
-⏎ is a newline, ␣ a space, ■ end-of-text. What stands left of | is the prompt, right of it what the model must say, and
-that always ends in end-of-text: so generation knows where to stop. The parts are tokenized apart, so a prompt has the
-same ids in training and in use. This page is the one home of these formats; evaluation asks here for its prompts.
+⏎ is a newline, ␣ a space, ■ end-of-text. The prompt is left of |, the answer that counts in the loss right of it. It
+always ends in end-of-text, so that generation knows where to stop. The parts are tokenized separately, so a prompt has
+the same ids in training and in generation. These formats are defined only here; evaluation uses the same functions.
 """
 
 import re
@@ -27,7 +27,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class Part(NamedTuple):
-    """A stretch of text. What is said ends in end-of-text, and only there does the loss count."""
+    """A piece of text. If `said`, it is the model's answer: it ends in end-of-text and counts in the loss."""
 
     text: str
     said: bool
@@ -42,12 +42,12 @@ class Example(NamedTuple):
 
     @property
     def key(self) -> str:
-        """By which examples go to training or validation data: one question with two answers stays on one side."""
+        """Decides the split of the example: two answers to the same question go to the same split."""
         return self.parts[0].text
 
 
 def read_record(record: Mapping[str, Any]) -> Document | Example | None:
-    """None for a record in which there is nothing to learn: an empty text, a chat without a word of the assistant."""
+    """None for a record with nothing to learn: an empty text, or a chat without an assistant message."""
     if isinstance(record.get("train"), Mapping):
         record = record["train"]  # the files of MMLU's auxiliary training set wrap each record
     if "text" in record:
@@ -63,7 +63,7 @@ def read_record(record: Mapping[str, Any]) -> Document | Example | None:
 
 
 def question_prompt(question: str) -> str:
-    """The prompt for a question that is answered freely, as in GSM8K."""
+    """The prompt for a question with a free-form answer, as in GSM8K."""
     return question.strip() + "\n"
 
 
@@ -74,17 +74,17 @@ def choices_prompt(question: str, choices: Sequence[str]) -> str:
 
 
 def choice_answers(choices: Sequence[str]) -> list[str]:
-    """What the model can say to `choices_prompt`; it chooses the one of the lowest loss."""
+    """The possible answers to `choices_prompt`; evaluation picks the one with the lowest loss."""
     return [f" {letter}. {choice}" for letter, choice in _lettered(choices)]
 
 
 def without_calculator(answer: str) -> str:
-    """GSM8K's "48/2 = <<48/2=24>>24" is "48/2 = 24"."""
+    """GSM8K's "48/2 = <<48/2=24>>24" becomes "48/2 = 24"."""
     return CALCULATOR.sub("", answer)
 
 
 def chat_parts(messages: Sequence[Mapping[str, Any]]) -> list[Part]:
-    """A chat as parts; where the assistant does not have the last word, a prompt for its next turn comes last."""
+    """A chat as parts; if the last message is not the assistant's, a prompt for its next turn comes last."""
     parts: list[Part] = []
     prompt = ""
     for message in messages:
@@ -110,7 +110,7 @@ def _question(record: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _choice(answer: Any, choices: Sequence[str]) -> int:
-    """The place of the right choice, given as a number from 0 or as a letter."""
+    """The index of the right choice, given as a number from 0 or as a letter."""
     place = LETTERS.find(answer.strip().upper()) if isinstance(answer, str) and len(answer.strip()) == 1 else answer
     if type(place) is not int or not 0 <= place < len(choices):
         raise ValueError(
@@ -130,7 +130,7 @@ def _chat(messages: Any) -> Example | None:
         raise ValueError("messages is not a list of {role, content}: give one")
     parts = chat_parts(messages)
     while parts and not parts[-1].said:
-        parts.pop()  # what comes after the assistant's last word teaches nothing
+        parts.pop()  # there is nothing to learn after the assistant's last message
     return Example(tuple(parts)) if parts else None
 
 

@@ -2,12 +2,12 @@
 
     shard     header (64 bytes), then the payload, everything little-endian
     header    magic, version, kind, largest token, counts of tokens and examples, CRC-32 of payload and of header
-    text      tokens uint16: documents one after another, each ending in end-of-text
-    examples  offsets uint64 (n_examples + 1), tokens uint16, mask uint8: 1 where predicting this token counts
+    text      tokens uint16: concatenated documents, each ending in end-of-text
+    examples  offsets uint64 (n_examples + 1), tokens uint16, mask uint8: 1 where this token counts as a target
 
-A shard gets its name only when it is complete on the disk, and the index comes last, so an interrupted preparation
-leaves nothing that looks finished. The index holds a checksum of itself. Reading maps files into memory, after checking
-the index against its tokenizer and every shard against its header, the index and its checksum.
+A shard gets its name only when it is complete on disk, and the index is written last, so an interrupted preparation
+never looks finished. The index contains a checksum of itself. Reading maps files into memory, after checking the index
+against its tokenizer and every shard against its header, the index and its checksum.
 """
 
 import json
@@ -37,8 +37,8 @@ KIND_CODES: dict[str, int] = {"text": 1, "examples": 2}
 SPLIT_NAME = re.compile(r"[a-z]+")
 HEADER = struct.Struct("<8sHHHxxQQI24xI")  # the last field is the CRC-32 of all before it
 HEADER_BYTES = 64
-SMALL_VALIDATION = 10_000  # tokens: the mean loss over fewer moves by several percent with the choice of documents
-REMEDY = "copy it again from where it came, or prepare the dataset again"
+SMALL_VALIDATION = 10_000  # tokens: the mean loss over fewer varies by several percent with the choice of documents
+REMEDY = "copy it again from its source, or prepare the dataset again"
 
 TOKEN = np.dtype("<u2")
 OFFSET = np.dtype("<u8")
@@ -46,7 +46,7 @@ OFFSET = np.dtype("<u8")
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """What the index knows of a shard."""
+    """The entry of a shard in the index."""
 
     file: str
     n_tokens: int
@@ -56,7 +56,7 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class Index:
-    """What all shards of a folder share, and the list of them."""
+    """Properties of all shards of a folder, and the list of shards."""
 
     kind: Kind
     tokenizer: str
@@ -85,11 +85,11 @@ class Header(NamedTuple):
 
 
 class ShardWriter:
-    """Writes one split, shard by shard. Nothing but complete shards ever bears a shard's name.
+    """Writes one split, shard by shard. Only complete shards have the name of a shard.
 
-    Text is cut so that every shard but the last has exactly `shard_tokens` tokens; an example stays whole, and a shard
-    of examples is complete with the one that brings it to `shard_tokens`. To resume, continue with
-    `first_shard` = the number of finished shards and the first token (or example) that is in none of them.
+    Text is cut so that every shard but the last has exactly `shard_tokens` tokens. Examples are not cut: a shard of
+    examples is complete with the one that brings it to `shard_tokens`. To resume, continue with
+    `first_shard` = the number of finished shards and the first token (or example) after them.
     """
 
     def __init__(self, folder: Path, split: str, *, kind: Kind, shard_tokens: int, first_shard: int = 0):
@@ -98,9 +98,9 @@ class ShardWriter:
         if kind not in KIND_CODES:
             raise ValueError(f"kind = {kind!r}: give one of {', '.join(KIND_CODES)}")
         if shard_tokens < 1:
-            raise ValueError(f"shard_tokens = {shard_tokens}: give at least 1 token a shard, e.g. 100_000_000")
+            raise ValueError(f"shard_tokens = {shard_tokens}: give 1 or more tokens, e.g. 100_000_000")
         self.finished: list[ShardInfo] = []
-        self.pending = 0  # tokens taken in and not yet in a finished shard
+        self.pending = 0  # tokens added and not yet in a finished shard
         self._folder, self._split, self._kind = folder, split, kind
         self._shard_tokens, self._next = shard_tokens, first_shard
         self._tokens: list[np.ndarray] = []
@@ -123,7 +123,7 @@ class ShardWriter:
         self._take(_own_copy(tokens))
 
     def close(self) -> None:
-        """Writes what is left as the last shard. The writer can be used no further."""
+        """Writes the rest as the last shard. The writer cannot be used afterwards."""
         if self._tokens:
             self._finish_shard()
 
@@ -152,7 +152,7 @@ class ShardWriter:
 
 
 def _own_copy(tokens: np.ndarray) -> np.ndarray:
-    """The caller may reuse its array. A silent cast would wrap large ids around, so there is none."""
+    """A copy, since the caller may reuse its array. No cast: it would silently wrap large ids around."""
     assert tokens.dtype == np.uint16, f"tokens are uint16, not {tokens.dtype}"
     assert tokens.ndim == 1, f"tokens are one-dimensional, not {tokens.shape}"
     return np.array(tokens, dtype=TOKEN)
@@ -163,21 +163,21 @@ def shard_name(split: str, number: int) -> str:
 
 
 def write_sealed(path: Path, record: dict[str, Any]) -> None:
-    """JSON with a checksum of itself, so that an edited or half-copied file is not taken for what was written."""
+    """JSON with a checksum of itself, so that an edited or half-copied file is detected."""
     write_atomically(path, [(json.dumps({**record, "crc32": _seal(record)}, indent=1) + "\n").encode()])
 
 
 def check_seal(path: Path, record: dict[str, Any], *, remedy: str) -> None:
     try:
         whole = record.get("crc32") == _seal(record)
-    except RecursionError:  # deeper than anything that was written
+    except RecursionError:  # deeper than anything we write
         whole = False
     if not whole:
         raise ValueError(f"{short_name(path)} has been altered (its checksum differs): {remedy}")
 
 
 def _seal(record: dict[str, Any]) -> int:
-    """Of the content, however it is indented and ordered."""
+    """Checksum of the content, independent of indentation and order."""
     rest = {name: value for name, value in record.items() if name != "crc32"}
     return zlib.crc32(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
 
@@ -202,7 +202,7 @@ def read_index(folder: Path) -> Index:
     if record.get("version") != VERSION:
         raise ValueError(
             f"{short_name(path)} has version {short_name(repr(record.get('version')))}, this program reads {VERSION}: "
-            "prepare it again (a run on this data then begins anew, with --init-from)"
+            "prepare it again (and start runs on it again, with --init-from)"
         )
     check_seal(path, record, remedy=REMEDY)
     try:
@@ -219,7 +219,7 @@ def _parse_index(record: dict[str, Any]) -> Index:
         raise ValueError(f"a split is named {wrong[0]!r}")
     splits = {split: parse_shards(infos, split=split) for split, infos in record["splits"].items()}
     if not (isinstance(record["tokenizer"], str) and isinstance(record["notes"], dict)):
-        raise ValueError("tokenizer is not text, or notes are not an object")
+        raise ValueError("tokenizer is not a string, or notes are not an object")
     tok = find_tokenizer(record["tokenizer"])
     for name, own in (("end_of_text", tok.end_of_text), ("vocab_size", tok.size)):
         if count(record[name]) != own:
@@ -228,7 +228,7 @@ def _parse_index(record: dict[str, Any]) -> Index:
 
 
 def parse_shards(infos: Any, *, split: str) -> list[ShardInfo]:
-    """What index and journal know of the shards of a split: their names follow from their order."""
+    """The shards of a split, from the index or the journal: their names follow from their order."""
     if not isinstance(infos, list):
         raise ValueError(f"the shards of {split!r} are not a list")
     found = [
@@ -242,7 +242,7 @@ def parse_shards(infos: Any, *, split: str) -> list[ShardInfo]:
 
 
 def count(value: Any) -> int:
-    """A whole number from 0 on that fits the header's fields."""
+    """A whole number, 0 or more, that fits the fields of the header."""
     if type(value) is not int or not 0 <= value < 1 << 64:
         raise ValueError(f"{value!r} is not a count")
     return value
@@ -250,7 +250,7 @@ def count(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file, mapped into memory. `offsets` and `mask` are there for examples only."""
+    """One file, mapped into memory. `offsets` and `mask` are for examples only."""
 
     path: Path
     header: Header
@@ -297,12 +297,12 @@ class Dataset:
 
 
 def has_split(folder: Path, split: str) -> bool:
-    """Whether there is something of this split in a prepared folder; a folder that is not one is an error."""
+    """Whether a prepared folder has this split and it is not empty; raises ValueError for any other folder."""
     return bool(read_index(folder).splits.get(split))
 
 
 def open_dataset(folder: Path, *, split: str, verify: bool = True) -> Dataset:
-    """Without `verify` headers, sizes and offsets are still checked; only the pass over all bytes is left out."""
+    """Without `verify`, headers, sizes and offsets are still checked, but not the checksums of all bytes."""
     index = read_index(folder)
     infos = index.splits.get(split)
     if not infos:
@@ -318,9 +318,9 @@ def open_dataset(folder: Path, *, split: str, verify: bool = True) -> Dataset:
 
 
 def open_shard(path: Path, info: ShardInfo, index: Index) -> Shard:
-    """Checks all that does not need every byte of the file."""
+    """Checks everything that does not need to read the whole file."""
     with named(path, REMEDY):
-        if not path.is_file():  # a pipe would wait for a writer
+        if not path.is_file():  # opening a pipe would block
             what = "is not a file" if path.exists() or path.is_symlink() else "is missing"
             raise ValueError(f"{path} {what}, though {INDEX} lists it: {REMEDY}")
         with path.open("rb") as file:
@@ -340,14 +340,14 @@ def open_shard(path: Path, info: ShardInfo, index: Index) -> Shard:
 
 
 def _fits(offsets: np.ndarray, n_tokens: int) -> bool:
-    """Examples follow one another from the first token to the last: none begins before its neighbour, or outside."""
+    """Whether the examples cover the tokens from the first to the last, in order."""
     return bool(offsets[0] == 0 and offsets[-1] == n_tokens and (offsets[1:] >= offsets[:-1]).all())
 
 
 def _parse_header(path: Path, head: bytes) -> Header:
     magic, version, *counts, crc = HEADER.unpack(head)
     if magic != MAGIC:
-        raise ValueError(f"{path} is not a shard of tokens (it begins with {magic!r}): {REMEDY}")
+        raise ValueError(f"{path} is not a shard of tokens (it starts with {magic!r}): {REMEDY}")
     if version != VERSION:
         raise ValueError(f"{path} has version {version}, this program reads {VERSION}: prepare the dataset again")
     if crc != zlib.crc32(head[:-4]):
@@ -368,6 +368,6 @@ def _compare(path: Path, header: Header, info: ShardInfo, index: Index) -> None:
 def _check_payload(shard: Shard) -> None:
     crc, payload = 0, shard.payload
     for begin in range(0, len(payload), CHUNK_BYTES):
-        crc = zlib.crc32(payload[begin : begin + CHUNK_BYTES].data, crc)  # frees the interpreter for the other shards
+        crc = zlib.crc32(payload[begin : begin + CHUNK_BYTES].data, crc)  # releases the GIL for the other shards
     if crc != shard.header.crc32:
         raise ValueError(f"{shard.path} has altered bytes (checksum differs): {REMEDY}")

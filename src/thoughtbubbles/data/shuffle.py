@@ -1,14 +1,14 @@
-"""Shuffling as a function: a permutation that a key chooses, computed where it is asked for.
+"""Shuffling as a function: a keyed permutation, computed on demand.
 
-Integer mixing of our own (splitmix64), so that the numbers are the same on every platform and with every NumPy.
+It uses its own integer mixing (splitmix64), so that the numbers are the same on every platform and NumPy version.
 """
 
 from math import isqrt
 
 import numpy as np
 
-ROUNDS = 8  # with fewer, some orders of five or six items come up more often than others
-GAMMA = np.uint64(0x9E3779B97F4A7C15)  # of splitmix64, as the numbers below
+ROUNDS = 8  # with fewer, some orders of five or six items are more frequent than others
+GAMMA = np.uint64(0x9E3779B97F4A7C15)  # constants of splitmix64
 FACTOR_1, FACTOR_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
@@ -21,7 +21,7 @@ def mix64(x: np.ndarray) -> np.ndarray:
 
 
 def key_of(*parts: int | np.ndarray) -> np.ndarray:
-    """One key (uint64) from several numbers; where one is an array, a key for each of its values."""
+    """One key (uint64) from several numbers; if one is an array, one key per value."""
     key = np.zeros(1, dtype=np.uint64)
     for part in parts:
         number = np.array([part % 2**64], dtype=np.uint64) if isinstance(part, int) else part.astype(np.uint64)
@@ -30,10 +30,10 @@ def key_of(*parts: int | np.ndarray) -> np.ndarray:
 
 
 def permute(i: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
-    """The item in place i under the permutation of 0…n−1 that `key` chooses; both may be arrays.
+    """The item at position i in the permutation of 0…n−1 that `key` selects; both may be arrays.
 
-    A Feistel network on pairs (left, right) of Z_a × Z_b with a · b barely above n; a result of n or more is sent
-    through again (cycle walking), which happens to fewer than 1/√n of the places.
+    A Feistel network on pairs (left, right) of Z_a × Z_b with a · b just above n; a result of n or more is mapped
+    again (cycle walking), which happens for fewer than 1/√n of the positions.
     """
     a = isqrt(n - 1) + 1
     b = -(-n // a)

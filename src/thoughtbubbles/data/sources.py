@@ -1,11 +1,11 @@
-"""Where text comes from: files, folders of files, and public datasets by name.
+"""Text sources: files, folders of files, and public datasets by name.
 
-A source is read in order as chunks of about a megabyte, each with its place, so that reading can begin again in the
-middle. Nothing is parsed here: a chunk holds a file's bytes, and the processes that tokenize take the records out.
+A source is read in order as chunks of about a megabyte, each with its position, so that reading can resume in the
+middle. Nothing is parsed here: a chunk holds raw bytes, and the tokenizing processes extract the records.
 
     .txt .md                               the whole file is one document
-    .jsonl .jsonl.gz .jsonl.xz .jsonl.zst  a record per line; .json.gz, .json.xz and .json.zst likewise
-    .parquet                               a record per row
+    .jsonl .jsonl.gz .jsonl.xz .jsonl.zst  one record per line; .json.gz, .json.xz and .json.zst likewise
+    .parquet                               one record per row
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from thoughtbubbles.files import named, short_name
 
 CHUNK_BYTES = 1 << 20
 CHUNK_ROWS = 256
-LONGEST_LINE = 1 << 27  # bytes: what is longer is not a file of records, and would fill the memory
+LONGEST_LINE = 1 << 27  # bytes: a longer line is not a record, and would fill the memory
 
 TEXT = (".txt", ".md")
 LINES = (".jsonl", *(kind + suffix for suffix in SUFFIXES for kind in (".jsonl", ".json")))
@@ -27,26 +27,26 @@ PARQUET = (".parquet",)
 
 
 class Chunk(NamedTuple):
-    """Some records of one input, as they come from it."""
+    """Some raw records of one input."""
 
-    input: int  # the input's place in the list
+    input: int  # index of the input
     name: str  # for messages
-    start: int  # the first record's number, from 0; in a file of lines blank ones count
-    stop: int  # where the next chunk begins
+    start: int  # number of the first record, from 0; in a file of lines, blank lines count
+    stop: int  # start of the next chunk
     form: Literal["text", "lines", "rows", "records", "broken"]
     payload: Any
     read: int  # bytes of the input read so far, for the progress bar
 
 
 class Named(NamedTuple):
-    """A public dataset: its repository at Hugging Face, and which of the files there are for training."""
+    """A public dataset: its Hugging Face repository, and the files of its training split."""
 
     repository: str
-    files: str | None = None  # None: the repository itself says which
+    files: str | None = None  # None: as the repository defines its training split
     examples: bool = False
 
 
-# Where files are given, the repository has a loading script, which `datasets` runs no longer, or several variants.
+# Files are given if the repository has several variants, or a loading script, which `datasets` no longer supports.
 NAMED = {
     "openwebtext": Named("Skylion007/openwebtext", "plain_text/train-*.parquet"),
     "pes2o": Named("allenai/peS2o", "data/v2/train-*.json.gz"),
@@ -67,7 +67,7 @@ class Input(NamedTuple):
 
 
 def find_inputs(sources: Sequence[str]) -> list[Input]:
-    """The files and named datasets behind the sources, in the order in which they are read."""
+    """The files and named datasets of the sources, in reading order."""
     if not sources:
         raise ValueError(f"no source: give files, folders or names ({', '.join(NAMED)})")
     return [found for source in sources for found in _find(source)]
@@ -80,20 +80,20 @@ def _find(source: str) -> list[Input]:
             return _find_in_folder(path)
         if path.is_file():
             if not path.name.endswith((*TEXT, *LINES, *PARQUET)):
-                raise ValueError(f"{short_name(path)}: files of this kind are not read; give {_kinds()}")
+                raise ValueError(f"{short_name(path)}: unsupported file type; give {_kinds()}")
             return [Input(str(path), path, path.stat().st_size)]
     if source in NAMED:
         return [Input(source, None, 0)]
-    raise ValueError(f"{short_name(source)} is neither a file or folder here nor one of the names {', '.join(NAMED)}")
+    raise ValueError(f"{short_name(source)} is not an existing file or folder, nor one of the names {', '.join(NAMED)}")
 
 
 def _find_in_folder(folder: Path) -> list[Input]:
-    """Data files, or else text files: a README beside data files describes them and is no part of them."""
+    """Data files, or text files if there are none: a README next to data files is not part of the data."""
     everything = [p for p in folder.rglob("*") if not any(part[0] == "." for part in p.relative_to(folder).parts)]
     for endings in ((*LINES, *PARQUET), TEXT):
         found = [p for p in everything if p.name.endswith(endings) and not p.is_dir()]
         if missing := next((p for p in found if not p.is_file()), None):
-            raise ValueError(f"{short_name(missing)} is a broken link or not a file: repair or remove it")
+            raise ValueError(f"{short_name(missing)} is a broken link or not a file: fix or remove it")
         if found:
             found.sort(key=lambda p: p.relative_to(folder).parts)
             return [Input(str(p), p, p.stat().st_size) for p in found]
@@ -105,13 +105,13 @@ def _kinds() -> str:
 
 
 def fingerprint(inputs: Iterable[Input]) -> str:
-    """Changes when files come, go, or change their size."""
+    """Changes when files are added, removed, or change their size."""
     listing = "\n".join(f"{found.name}\t{found.bytes}" for found in inputs)
     return hashlib.blake2b(listing.encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
 def read_chunks(inputs: Sequence[Input], *, at: int = 0, start: int = 0) -> Iterator[Chunk]:
-    """Everything from record `start` of input number `at` on. Where reading fails, the last chunk says why."""
+    """Everything from record `start` of input number `at` on. If reading fails, the last chunk has the error."""
     for number in range(at, len(inputs)):
         place = start if number == at else 0
         try:
@@ -189,7 +189,7 @@ def _read_parquet(found: Input, path: Path, number: int, start: int) -> Iterator
 
 
 def _arrow_bytes(arrow: Any, rows: Any) -> bytes:
-    """With its schema, and without the rest of the buffers of which the rows are a part."""
+    """The rows with their schema, without the rest of the buffers that they are slices of."""
     sink = arrow.BufferOutputStream()
     with arrow.ipc.new_stream(sink, rows.schema) as stream:
         stream.write_batch(rows)
@@ -216,23 +216,23 @@ def _read_named(name: str, number: int, start: int) -> Iterator[Chunk]:
                 kept = []
         if kept:
             yield Chunk(number, name, stop - len(kept), stop, "records", kept, 0)
-    except Exception as error:  # whatever the network and the libraries under `datasets` raise
+    except Exception as error:  # the network and the libraries under `datasets` can raise anything
         raise ValueError(
             f"{name} cannot be read from Hugging Face ({type(error).__name__}: {one_line(error)}): run the same "
-            f"command again to go on, or, for a machine without network, run elsewhere `{download_command(name)}` and "
+            f"command again to resume, or, for a machine without network, run `{download_command(name)}` elsewhere and "
             "give the folder instead of the name"
         ) from error
 
 
 def download_command(name: str) -> str:
-    """Fetches the files of a named dataset into a folder of that name."""
+    """The command that downloads a named dataset into a folder of that name."""
     named = NAMED[name]
     include = f" --include '{named.files}'" if named.files else " --include '*train*'"
     return f"hf download {named.repository} --repo-type dataset{include} --local-dir {name}"
 
 
 def one_line(error: Exception) -> str:
-    """What a package says, without the name of the file, which stands elsewhere in the line."""
+    """The message of an error, shortened and without the file name, which the caller adds."""
     strerror = error.strerror if isinstance(error, OSError) else None
     text = " ".join(str(strerror or error).split()) or type(error).__name__
     return text if len(text) <= 160 else text[:159] + "…"

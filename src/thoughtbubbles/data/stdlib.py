@@ -1,8 +1,7 @@
-"""Real text that every machine has: the documentation inside Python's own standard library, about 2 MB of English.
+"""Real text that needs no download: the documentation in Python's standard library, about 2 MB of English.
 
-One document for each help topic, and one for each source file: the docstrings of the module, its classes and its
-functions, in their order. What has been said before is left out. The text depends on the version of Python, which the
-folder's notes name.
+One document per help topic, and one per source file: the docstrings of the module, its classes and its functions, in
+order, without repetitions. The text depends on the version of Python, which is stored in the folder's notes.
 """
 
 import ast
@@ -19,7 +18,7 @@ from thoughtbubbles.data.synthetic import encode, write_once
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-VALIDATION = 20  # one document in so many, by the hash of its text
+VALIDATION = 20  # one document in 20, by the hash of its text
 
 
 def documents() -> Iterator[str]:
@@ -41,7 +40,7 @@ def _source_files() -> list[Path]:
 
 
 def _unseen(texts: list[str], seen: set[str]) -> Iterator[str]:
-    """One document of the texts that are new, if any is."""
+    """One document of the texts that are new, if there are any."""
     new = [text for text in dict.fromkeys(texts) if text and text not in seen]
     seen.update(new)
     if new:
@@ -49,10 +48,10 @@ def _unseen(texts: list[str], seen: set[str]) -> Iterator[str]:
 
 
 def _docstrings(path: Path) -> list[str]:
-    """In the order of the file; none where it is not valid Python, or has bytes that are not valid text."""
+    """In the order of the file; none if it is not valid Python or not valid text."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the style of those files
+            warnings.simplefilter("ignore")  # warnings about the code of those files
             tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return []
@@ -61,7 +60,7 @@ def _docstrings(path: Path) -> list[str]:
 
 
 def _documented(tree: ast.Module) -> Iterator[Documented]:
-    """In the order of the file. Expressions, most of a tree, hold no docstrings and are passed by."""
+    """In the order of the file. Skips expressions, most of a tree, since they contain no docstrings."""
     stack: list[ast.AST] = [tree]
     while stack:
         node = stack.pop()
@@ -71,12 +70,12 @@ def _documented(tree: ast.Module) -> Iterator[Documented]:
 
 
 def _is_valid(text: str) -> bool:
-    """An escape can put half a surrogate pair into a text, which no encoding can hold."""
+    """Without lone surrogates, which escapes can produce and UTF-8 cannot encode."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def write_stdlib(folder: Path) -> None:
-    """A prepared folder. Does nothing where it is there already; several processes may ask for it at the same time."""
+    """Writes a prepared folder, unless it exists; several processes may call it at the same time."""
     notes = {"made_by": "stdlib", "version": 1, "python": ".".join(map(str, sys.version_info[:3]))}
     write_once(folder, (("val" if is_validation(text) else "train", encode(text)) for text in documents()), notes=notes)
 

@@ -1,4 +1,4 @@
-"""Text made from a seed, for tests and first runs: no files, no network, the same bytes on every machine, for ever.
+"""Synthetic text from a seed, for tests and first runs: no files, no network, the same bytes on every machine.
 
 Document i of a seed is a few lines of sums, copies, reversals and small sentences, a pure function of (seed, i):
 
@@ -7,8 +7,8 @@ Document i of a seed is a few lines of sums, copies, reversals and small sentenc
     reverse abc: cba
     the old cat likes every small river.
 
-Part of it is learned within minutes (spelling, grammar, copying), part takes thought (sums, reversals). Tokens are
-bytes: ids 0–255, and 256 for end-of-text.
+Spelling, grammar and copying are learned within minutes; sums and reversals are harder. Tokens are bytes: ids 0–255,
+and 256 for end-of-text.
 """
 
 import shutil
@@ -37,7 +37,7 @@ SENTENCE = (ARTICLES, ADJECTIVES, NOUNS, VERBS, ARTICLES, ADJECTIVES, NOUNS)
 
 
 def documents(seed: int, *, first: int = 0, step: int = 1) -> Iterator[str]:
-    """Documents first, first + step, … of a seed, without end."""
+    """Infinitely many documents of a seed: first, first + step, …"""
     return (document(seed, i) for i in count(first, step))
 
 
@@ -70,9 +70,9 @@ def _word(draw: int) -> str:
 
 
 def write_synthetic(folder: Path, *, n_tokens: int, seed: int) -> None:
-    """A prepared folder: n_tokens tokens to train on; a tenth as many, 1,000 at least, for validation.
+    """Writes a prepared folder: n_tokens tokens for training; a tenth as many, at least 1,000, for validation.
 
-    Does nothing where the folder holds this already; several processes may ask for it at the same time.
+    Does nothing if the folder already contains them; several processes may call it at the same time.
     """
     if n_tokens < 1:
         raise ValueError(f"n_tokens = {n_tokens}: give 1 or more")
@@ -86,7 +86,7 @@ def write_synthetic(folder: Path, *, n_tokens: int, seed: int) -> None:
 
 
 def _first_tokens(n_tokens: int, texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """Exactly so many; the last document is cut short, and ends in end-of-text nevertheless."""
+    """Exactly n_tokens; the last document is truncated, but still ends in end-of-text."""
     for text in texts:
         tokens = encode(text)
         if len(tokens) >= n_tokens:
@@ -102,10 +102,10 @@ def encode(text: str) -> np.ndarray:
 
 
 def write_once(folder: Path, texts: Iterable[tuple[str, np.ndarray]], *, notes: dict[str, Any]) -> None:
-    """Writes pairs of split (`train` or `val`) and document as a prepared folder, unless it is there: see its notes.
+    """Writes pairs of split (`train` or `val`) and document as a prepared folder, unless it exists with these notes.
 
-    The folder is written under another name and renamed when complete. Of several processes the first to finish wins,
-    and the others keep its folder.
+    The folder is written under another name and renamed when complete. Of several processes, the first to finish wins,
+    and the others use its folder.
     """
     with named(folder, "give another folder"):
         if not _holds(folder, notes):
@@ -123,7 +123,7 @@ def _write(folder: Path, texts: Iterable[tuple[str, np.ndarray]], notes: dict[st
         splits = {split: writer.finished for split, writer in writers.items()}
         write_index(temporary, Index("text", BYTES.name, BYTES.end_of_text, BYTES.size, splits, notes))
         try:
-            temporary.rename(folder)  # in the place of an empty folder, never of one with files
+            temporary.rename(folder)  # replaces an empty folder, never one with files
         except OSError:
             if not _holds(folder, notes):
                 raise
@@ -137,7 +137,7 @@ def _holds(folder: Path, notes: dict[str, Any]) -> bool:
     try:
         found = read_index(folder).notes
         if found != notes:
-            raise ValueError(f"{folder} holds {found}, not {notes}")
+            raise ValueError(f"{folder} contains {found}, not {notes}")
         for split in ("train", "val"):
             open_dataset(folder, split=split)
     except ValueError as error:

@@ -1,10 +1,10 @@
-"""Text to token ids and back, with nothing to download.
+"""Tokenizers, without downloads.
 
     gpt2     GPT-2's byte-pair encoding: 256 bytes, 50,000 merges in order of their rank, and end-of-text (50256)
     bytes    every byte is its own id (0 … 255), and end-of-text (256): for tiny models and tests
 
-All of `gpt2` follows from the list of merges that ships with the package: the ids of the single bytes from the order in
-which GPT-2 writes bytes as printable characters, every other id from its merge's place in the list. Text that spells a
+`gpt2` is built from the list of merges that ships with the package: the ids of single bytes follow from the order in
+which GPT-2 maps bytes to printable characters, every other id from the position of its merge. Text that spells a
 special token, such as "<|endoftext|>" in a document, is encoded as ordinary text.
 """
 
@@ -27,7 +27,7 @@ END_OF_TEXT = "<|endoftext|>"
 NAME_FIELD = "thoughtbubbles_tokenizer"
 CONFIG = "tokenizer_config.json"
 
-# GPT-2's own split into words, in the form with possessive quantifiers, which backtracks less.
+# GPT-2's pattern that splits text into words, with possessive quantifiers, which backtrack less.
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 # Python counts four control characters as white space that the pattern above does not.
@@ -36,25 +36,25 @@ LONG_WHITE = 1 << 16
 
 
 class Tokenizer:
-    """What every tokenizer can do. Its ids are below `size`; any other, such as a vocabulary's padding, is an error."""
+    """Base class. Ids are below `size`; decoding any other id, such as vocabulary padding, raises ValueError."""
 
     def __init__(self, name: str, table: list[bytes]):
         self.name = name
         self.end_of_text = len(table)
         self._table = [*table, END_OF_TEXT.encode()]
         self.size = len(self._table)
-        assert self.size <= 1 << 16, f"{name}: {self.size} ids do not fit into 16 bits, the form of tokens on disk"
+        assert self.size <= 1 << 16, f"{name}: {self.size} ids do not fit into uint16, the dtype of tokens on disk"
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.encode_array(text).tolist()
         return ids
 
     def encode_array(self, text: str) -> np.ndarray:
-        """The ids as uint16, the form they have on disk."""
+        """The ids as uint16, their dtype on disk."""
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Bytes that are no UTF-8, such as half a character at the end, become replacement characters."""
+        """Invalid UTF-8, such as half a character at the end, becomes replacement characters."""
         return b"".join(self.token_bytes(int(token)) for token in ids).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
@@ -66,13 +66,13 @@ class Tokenizer:
         return self._table[token]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return tokenizer, (self.name,)  # a worker process builds its own, once
+        return tokenizer, (self.name,)  # a worker process builds its own copy once
 
     def __repr__(self) -> str:
         return f"tokenizer({self.name!r})"
 
     def _hugging_face_model(self) -> tuple[dict[str, int], list[str], bool]:
-        """Vocabulary, merges, and whether text is split into words first, as a tokenizer.json has them."""
+        """Vocabulary, merges, and whether text is split into words first, as in a tokenizer.json."""
         raise NotImplementedError
 
 
@@ -90,7 +90,7 @@ class Bytes(Tokenizer):
 class GPT2(Tokenizer):
     def __init__(self) -> None:
         packed = files("thoughtbubbles").joinpath("assets", "gpt2-vocab.bpe.gz").read_bytes()
-        self._merges = gzip.decompress(packed).decode().split("\n")[1:-1]  # the first line tells the version
+        self._merges = gzip.decompress(packed).decode().split("\n")[1:-1]  # the first line is the version
         to_byte = {ord(character): chr(byte) for character, byte in byte_characters().items()} | {ord(" "): ""}
         written = [*byte_characters(), *self._merges]
         table = [token.translate(to_byte).encode("latin-1") for token in written]
@@ -99,7 +99,7 @@ class GPT2(Tokenizer):
             "gpt2",
             pat_str=GPT2_WORDS,
             mergeable_ranks={token: rank for rank, token in enumerate(table)},
-            special_tokens={END_OF_TEXT: self.end_of_text},  # never encoded; but without any, encoding is slower
+            special_tokens={END_OF_TEXT: self.end_of_text},  # never encoded, but encoding is slower without any
             explicit_n_vocab=self.size,
         )
 
@@ -119,7 +119,7 @@ KINDS: dict[str, type[Bytes] | type[GPT2]] = {"gpt2": GPT2, "bytes": Bytes}
 
 
 def tokenizer(name: str) -> Tokenizer:
-    """A tokenizer by name, built once in each process."""
+    """A tokenizer by name, built once per process."""
     if not isinstance(name, str) or name not in KINDS:
         raise ValueError(f"tokenizer = {short_name(repr(name))}: choose from {', '.join(KINDS)}")
     return _build(name)
@@ -132,14 +132,14 @@ def _build(name: str) -> Tokenizer:
 
 @cache
 def byte_characters() -> dict[str, int]:
-    """GPT-2 writes bytes as characters that show: itself where it does, else from U+0100 on. In order of the ids."""
+    """GPT-2's map from printable characters to bytes, in order of the ids; unprintable bytes start at U+0100."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [b for b in range(256) if b not in shown]
     return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
 
 
 def _whole_characters(text: str) -> str:
-    """JSON can hold half a surrogate pair, which no encoding of text can: it becomes a replacement character."""
+    """Replaces lone surrogates, which JSON allows and UTF-8 does not, by replacement characters."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -148,9 +148,9 @@ def _whole_characters(text: str) -> str:
 
 
 def _split_long_white(text: str) -> list[str]:
-    """Cuts after all but the last of very many white characters, where the words end in any case.
+    """Cuts before the last character of a very long run of white space, where the pattern ends a word anyway.
 
-    There the pattern looks for a shorter match once for each of them, and from about a million on gives up.
+    On such runs the pattern backtracks once per character, and fails from about a million on.
     """
     blocks = range(0, len(text), LONG_WHITE)
     if len(text) < LONG_WHITE or not any(text[i : i + LONG_WHITE].isspace() for i in blocks):
@@ -161,9 +161,9 @@ def _split_long_white(text: str) -> list[str]:
 
 
 def save_tokenizer(tok: Tokenizer, folder: Path, *, max_length: int | None = None) -> None:
-    """Writes the two files from which Hugging Face's AutoTokenizer makes the same ids, and `load_tokenizer` ours.
+    """Writes two files for Hugging Face's AutoTokenizer (which gives the same ids) and for `load_tokenizer`.
 
-    max_length  the context length of the model beside it, to which Hugging Face truncates if asked
+    max_length  the model's context length, for truncation in Hugging Face
     """
     vocabulary, merges, words = tok._hugging_face_model()
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": words}
@@ -196,7 +196,7 @@ def save_tokenizer(tok: Tokenizer, folder: Path, *, max_length: int | None = Non
         "pad_token": END_OF_TEXT,
         "added_tokens_decoder": {str(tok.end_of_text): {**added, "special": True}},
         "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,  # a document that spells a special token means its letters
+        "split_special_tokens": True,  # text that spells a special token is ordinary text
         **({} if max_length is None else {"model_max_length": max_length}),
         NAME_FIELD: tok.name,
     }

@@ -1,12 +1,12 @@
-"""Answers on disk, so that a benchmark that was killed goes on where it was: one line of JSON a document.
+"""Answers on disk, one line of JSON per document, so that a killed benchmark resumes where it stopped.
 
-    answers/TASK-1A2B3C4D.jsonl          the first line tells what was evaluated, and how; the name has its checksum
-    answers/TASK-1A2B3C4D.rank-1.jsonl   of further ranks, each of which writes for itself
-    answers/TASK-1A2B3C4D.2.jsonl        of a second command that asks the same at the same time
+    answers/TASK-1A2B3C4D.jsonl          the first line describes what was evaluated; the name has its checksum
+    answers/TASK-1A2B3C4D.rank-1.jsonl   of further ranks, each of which writes its own file
+    answers/TASK-1A2B3C4D.2.jsonl        of a second process that runs the same evaluation at the same time
 
-So answers to other questions, of another model or under other settings lie side by side and are never mixed. Every line
-ends in its own checksum: one that was cut short or damaged is left out, and its document answered again. Of several
-answers to a document the newest counts.
+So answers to other questions, of another model or with other settings are in separate files. Every line ends in its own
+checksum: a truncated or damaged line is ignored, and its document is answered again. If a document has several answers,
+the newest counts.
 """
 
 import fcntl
@@ -25,22 +25,22 @@ from thoughtbubbles.evals.metrics import Answer
 from thoughtbubbles.files import named, parse_json, read_bytes, short_name
 from thoughtbubbles.model.config import is_number, is_whole
 
-REMEDY = "delete it; what it held is answered again"
+REMEDY = "delete it; its documents are answered again"
 CHECKSUM = ', "crc32": '
 FIELDS = {"document", "time", "crc32", *(field.name for field in fields(Answer))}
 
 
 class Answers:
-    """Those of one benchmark. As a context it keeps a file open for what this rank adds."""
+    """The answers of one benchmark. As a context manager, it keeps a file open for the answers of this rank."""
 
     def __init__(self, folder: Path, task: str, about: Mapping[str, Any], *, rank: int = 0):
         self.folder, self.about = folder, json.dumps(about, sort_keys=True)
         self.name = f"{task}-{zlib.crc32(self.about.encode()):08x}"
         self._own = self.name if rank == 0 else f"{self.name}.rank-{rank}"
-        self.new: dict[int, Answer] = {}  # what this rank has added
+        self.new: dict[int, Answer] = {}  # added by this rank
 
     def read(self) -> dict[int, Answer]:
-        """What all ranks have left, by the numbers of the documents."""
+        """The saved answers of all ranks, by document number."""
         records = [record for path in self._files() for record in self._read(path)]
         return {
             record["document"]: Answer(**{field.name: record[field.name] for field in fields(Answer)})
@@ -52,17 +52,17 @@ class Answers:
         self._file = self._take()
         kept = read_bytes(Path(self._file.name), remedy=REMEDY)
         is_ours = kept.partition(b"\n")[0] == self.about.encode()
-        self._file.truncate(whole := kept.rfind(b"\n") + 1 if is_ours else 0)  # without a line that was cut short
+        self._file.truncate(whole := kept.rfind(b"\n") + 1 if is_ours else 0)  # drop a truncated last line
         if not whole:
             self._file.write(self.about + "\n")
         return self
 
     def _take(self) -> TextIO:
-        """The first file that no other process is writing to."""
+        """Opens the first file that no other process is writing to."""
         for number in count(1):
             path = self.folder / (f"{self._own}.jsonl" if number == 1 else f"{self._own}.{number}.jsonl")
             with named(path, REMEDY):
-                if path.exists() and not path.is_file():  # a pipe would wait for a reader
+                if path.exists() and not path.is_file():  # opening a pipe would block
                     raise ValueError(f"{short_name(path)} is not a file: {REMEDY}")
                 file = path.open("a", encoding="utf-8", buffering=1)  # a line is on disk when it is written
             try:
@@ -89,19 +89,19 @@ class Answers:
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
         first, *lines = read_bytes(path, remedy=REMEDY).splitlines(keepends=True) or [b""]
-        if first.rstrip(b"\n") != self.about.encode():  # whoever wrote it was asked something else
+        if first.rstrip(b"\n") != self.about.encode():  # written by another evaluation
             return []
         return [record for line in lines if (record := _record(line)) is not None]
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    """With a checksum of what stands before it."""
+    """One line, ending in a checksum of what precedes it."""
     text = json.dumps(record)[:-1]
     return f"{text}{CHECKSUM}{zlib.crc32(text.encode())}}}\n"
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """None if the line is not, byte by byte, what was written."""
+    """None if the line is not exactly what was written."""
     text, _, end = line.rpartition(CHECKSUM.encode())
     if end != b"%d}\n" % zlib.crc32(text):
         return None
@@ -113,7 +113,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _has_kinds(record: Mapping[str, Any]) -> bool:
-    """Whether every value is of the kind that was written: a checksum can be made to fit."""
+    """Whether every value has the right type: a checksum can be forged."""
     return (
         _is_count(record["document"])
         and _is_finite(record["time"])

@@ -1,11 +1,11 @@
-"""Each token scored from its own prefix, as generation sees it, beside the one parallel forward.
+"""Scores each token from its own prefix, as in generation, for comparison with one parallel forward.
 
-    blockwise         one forward reads the whole window. With block selection a later token has a say in which streams
-                      of earlier ones survive, so a little of the future is in every prediction
-    through the cache token by token under the causal rule: exact for causal selection, plain models and copy-N, where
-                      it gives the blockwise numbers again; for block selection an approximation
-    without cache     every prefix is read again, under the rule of the model: exact for block selection, with a cap of
-                      ceil(r·t) streams for a prefix of t tokens (proportional) or that of a full block (fixed)
+    blockwise         one forward over the whole window. With block selection later tokens influence which streams of
+                      earlier ones survive, so every prediction leaks a little of the future
+    through the cache token by token with causal selection: exact for causal selection, plain GPT and copy-N, where it
+                      gives the same numbers as blockwise; for block selection an approximation
+    without cache     a new forward for every prefix, with the model's own selection: exact for block selection, with a
+                      cap of ceil(r·t) streams for a prefix of t tokens (proportional) or that of a full block (fixed)
 
 A window is ids x_0 … x_{T−1} with targets x_1 … x_T: token t predicts target t from x_0 … x_t, and every target counts
 once. All ways return the loss of every target; means, perplexities and errors are derived from these.
@@ -29,7 +29,7 @@ from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.streams import at_least_float32
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-UNKNOWN = -1  # in place of the likeliest token, where nothing was predicted or nobody looked
+UNKNOWN = -1  # instead of the most likely token, where it was not predicted or not computed
 
 
 class Windows(NamedTuple):
@@ -41,7 +41,7 @@ class Windows(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig, ids: Tensor, *, targets: Tensor, lengths: Tensor | None = None) -> "Windows":
-        """Checked once for a model: ids in its vocabulary, no more tokens than its block, a target in every window."""
+        """Checked for a model: ids in its vocabulary, at most `block_size` tokens, a target in every window."""
         given = inputs.check(
             config,
             ids,
@@ -56,7 +56,7 @@ class Windows(NamedTuple):
         assert given.targets is not None
         empty = (given.targets == IGNORED).all(1).nonzero().flatten().tolist()
         if empty:
-            raise ValueError(f"targets of window {empty[0]} count nothing: leave the window out")
+            raise ValueError(f"window {empty[0]} has no targets that count: leave it out")
         return cls(given.ids, given.targets, given.lengths)
 
     @property
@@ -64,11 +64,11 @@ class Windows(NamedTuple):
         return self.targets != IGNORED
 
     def every(self, step: int, *, first: int) -> "Windows":
-        """Of `step` ranks the share of number `first`."""
+        """The share of rank `first` of `step` ranks."""
         return Windows(*(values[first::step] for values in self))
 
     def part(self, rows: slice, device: torch.device) -> "Windows":
-        """Some of the windows, no wider than the longest of them."""
+        """Some of the windows, without padding beyond the longest of them."""
         widest = int(self.lengths[rows].max())
         return Windows(
             self.ids[rows, :widest].to(device), self.targets[rows, :widest].to(device), self.lengths[rows].to(device)
@@ -76,7 +76,7 @@ class Windows(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What one way of scoring gives for every target, on the CPU."""
+    """The scores of every target from one way of scoring, on the CPU."""
 
     nll: Float[Tensor, "W T"]  # float64, nats; 0 where the target does not count
     likeliest: Int[Tensor, "W T"]  # the greedy prediction; `UNKNOWN` where there is none
@@ -111,16 +111,16 @@ class Scores(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Of two ways to score the same targets, token by token."""
+    """Difference of two ways to score the same targets, token by token."""
 
     mean: float  # nats per token
     standard_error: float | None
-    largest: float  # of any token, without its sign
-    same_greedy: float | None  # share of targets at which both find the same token likeliest
+    largest: float  # absolute, of any token
+    same_greedy: float | None  # share of targets at which both have the same most likely token
 
 
 def compare(scores: Scores, reference: Scores) -> Difference:
-    assert torch.equal(scores.counted, reference.counted), "the two have scored other targets"
+    assert torch.equal(scores.counted, reference.counted), "the two scored different targets"
     gap = scores.nll - reference.nll
     pairs = torch.stack([scores.likeliest, reference.likeliest])[:, scores.counted]
     return Difference(
@@ -132,10 +132,10 @@ def compare(scores: Scores, reference: Scores) -> Difference:
 
 
 def error_of_mean(values: Float[Tensor, "W T"], counted: Bool[Tensor, "W T"]) -> float | None:
-    """Standard error of the mean over all tokens, windows taken as drawn independently; None for a single window.
+    """Standard error of the mean over all tokens, with windows as independent samples; None for a single window.
 
     With n_i tokens in window i, their sum s_i and the mean m:  sqrt(W / (W − 1) · Σ_i (s_i − m·n_i)²) / Σ_i n_i.
-    For windows of equal size that is the spread of the windows' means over sqrt(W).
+    For windows of equal size that is the standard deviation of the windows' means over sqrt(W).
     """
     windows = len(values)
     if windows < 2:
@@ -146,12 +146,12 @@ def error_of_mean(values: Float[Tensor, "W T"], counted: Bool[Tensor, "W T"]) ->
 
 
 class Step(NamedTuple):
-    """What a batch of windows gives at once: the losses of `nll.shape[1]` tokens from `first` on."""
+    """One step of a batch of windows: the losses of `nll.shape[1]` tokens from `first` on."""
 
     first: int
     nll: Float[Tensor, "B n"]
     likeliest: Int[Tensor, "B n"]
-    share: float  # of the batch's work that is done with it
+    share: float  # fraction of the batch's work done after this step
 
 
 Report = Callable[[float], object]
@@ -191,7 +191,7 @@ def through_cache(
     vocab_size: int | None = None,
     report: Report = lambda share: None,
 ) -> Scores:
-    """One token at a time under the causal rule. Ids from `vocab_size` on are never the likeliest."""
+    """One token at a time with causal selection. Ids from `vocab_size` on are never the most likely."""
 
     def steps(part: Windows) -> Iterator[Step]:
         n_tokens = part.ids.shape[1]
@@ -214,9 +214,9 @@ def without_cache(
     vocab_size: int | None = None,
     report: Report = lambda share: None,
 ) -> Scores:
-    """Every prefix anew, with the model's own selection: T forwards of half a window on average.
+    """A new forward for every prefix, with the model's own selection: T forwards of half a window on average.
 
-    Prefixes whose target does not count are left out.
+    Prefixes whose target does not count are skipped.
     """
 
     def steps(part: Windows) -> Iterator[Step]:
@@ -235,7 +235,7 @@ def without_cache(
 def _step(
     part: Windows, t: int, prediction: Prediction, rows: Bool[Tensor, "B"], vocab_size: int | None, *, share: float
 ) -> Step:
-    """The column of token t. The prediction is of `rows` alone, or of the whole batch."""
+    """The column of token t. The prediction is for `rows` only, or for the whole batch."""
     logits = at_least_float32(prediction.logits)
     logits = logits[rows] if len(logits) == len(rows) else logits
     nll = logits.new_zeros(len(rows), 1)
@@ -248,7 +248,7 @@ def _step(
 @torch.no_grad()
 def _score(model: Thoughtbubbles, windows: Windows, steps: Steps, *, batch: int, report: Report) -> Scores:
     if batch < 1:
-        raise ValueError(f"batch = {batch}: give 1 window or more at a time")
+        raise ValueError(f"batch = {batch}: give 1 or more")
     nll = torch.zeros(windows.ids.shape, dtype=torch.float64)
     likeliest = torch.full(windows.ids.shape, UNKNOWN)
     n_windows, begun = len(windows.ids), time.perf_counter()
@@ -266,5 +266,5 @@ def _score(model: Thoughtbubbles, windows: Windows, steps: Steps, *, batch: int,
 
 
 def _exp(value: float) -> float:
-    """Without an error where it is beyond all numbers."""
+    """inf instead of an OverflowError."""
     return float(torch.tensor(value, dtype=torch.float64).exp())

@@ -1,7 +1,7 @@
-"""The thinking dial: the same model on the same tokens and documents, under several budgets.
+"""The thinking dial: the same model on the same tokens and documents, with several budgets.
 
-What changes between budgets is far smaller than what changes between texts. So differences are paired, window by window
-and document by document, each budget against the first one, and their errors are those of the differences.
+Differences between budgets are far smaller than differences between texts. So they are paired, window by window and
+document by document, each budget with the first one, and the standard errors are those of the differences.
 """
 
 import math
@@ -22,7 +22,7 @@ NATS, PERCENT = "nats per token", "%"
 def pair_scores(
     numbers: Mapping[str, Any], scores: Sequence[dict[str, Scores]], budgets: Sequence[object]
 ) -> dict[str, Any]:
-    """Of perplexity, by way; `numbers` are those of the first budget."""
+    """Pairs perplexities, for each way of scoring; `numbers` are those of the first budget."""
     series = {}
     for way, reference in scores[0].items():
         rows = []
@@ -43,7 +43,7 @@ def pair_scores(
 def pair_answers(
     benchmark: Benchmark, answers: Sequence[Mapping[int, Answer]], budgets: Sequence[object]
 ) -> dict[str, Any]:
-    """Of a benchmark: what was right, and, where there are choices, the loss of the right one."""
+    """Pairs the answers of a benchmark: accuracy, and for choices also the loss of the right one."""
     right = [[answer.scores["accuracy"] for answer in each.values()] for each in answers]
     series = {"accuracy": {"title": "accuracy", "unit": PERCENT, "rows": _rows(right, budgets)}}
     if all(isinstance(document, Choices) for document in benchmark.documents.values()):
@@ -59,7 +59,7 @@ def _loss(benchmark: Benchmark, number: int, answer: Answer) -> float:
 
 
 def _rows(values: Sequence[Sequence[float]], budgets: Sequence[object]) -> list[dict[str, Any]]:
-    """Mean and error of each budget, and of its difference from the first, document by document."""
+    """Mean and standard error of each budget, and of its paired difference from the first."""
     rows = []
     for place, (budget, each) in enumerate(zip(budgets, values, strict=True)):
         gap = [a - b for a, b in zip(each, values[0], strict=True)]
@@ -70,12 +70,12 @@ def _rows(values: Sequence[Sequence[float]], budgets: Sequence[object]) -> list[
 
 
 def shown_series(found: Mapping[str, Any], *, is_causal: bool) -> dict[str, Any]:
-    """Without those that say the same: where the cache is exact, blockwise and autoregressive are one."""
+    """Without redundant ones: with an exact cache, blockwise and autoregressive are the same."""
     return {name: each for name, each in found["series"].items() if not (is_causal and name == "autoregressive")}
 
 
 def budget_table(paired: Mapping[str, Any], *, title: str, is_causal: bool) -> Table:
-    """From results.json. 80 columns are enough."""
+    """From results.json; fits in 80 columns."""
     table = Table(title=title)
     table.add_column("", overflow="fold", max_width=26)
     table.add_column("r", justify="right", no_wrap=True)
@@ -88,7 +88,7 @@ def budget_table(paired: Mapping[str, Any], *, title: str, is_causal: bool) -> T
 
 
 def _add(table: Table, title: str, series: Mapping[str, Any]) -> None:
-    """The title may need several lines, which stand beside the rows."""
+    """The title may wrap over several lines, next to the rows."""
     factor, form = (100, ".2f") if series["unit"] == PERCENT else (1, ".4f")
     budgets, means, gaps = [], [], []
     for row in series["rows"]:
@@ -108,6 +108,6 @@ def _with_error(value: Mapping[str, Any], factor: int, form: str) -> str:
 def budget_remarks(paired: Mapping[str, Any]) -> list[str]:
     first = paired["reference"]
     return [
-        "r: streams per token, at most. ± is the standard error over windows or documents. The last column is paired: "
-        f"each window and document against itself under r = {first}, so its errors are those of the change alone."
+        "r: maximum streams per token. ± is the standard error over windows or documents. The last column is paired: "
+        f"each window and document against itself with r = {first}, so its errors are those of the change only."
     ]

@@ -1,7 +1,7 @@
-"""The documents of a benchmark, from a folder of JSON lines: NAME.jsonl, also compressed (.gz or .xz).
+"""Reads the documents of a benchmark from JSON lines: NAME.jsonl, also compressed (.gz or .xz).
 
-The folder is the one given, or its folder `eval`. Lines that are not part of the benchmark are skipped; a line
-that is damaged is an error that tells its number.
+The files are in the given folder, or in its subfolder `eval`. Lines that are not part of the benchmark are skipped; a
+damaged line is an error with the line number.
 """
 
 import json
@@ -17,37 +17,37 @@ from thoughtbubbles.files import named, short_name
 
 VARIABLE = "THOUGHTBUBBLES_DATA"
 ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.xz")
-LINE_BYTES = 1 << 24  # of a line at most: a small file may unpack to one that fills the memory
+LINE_BYTES = 1 << 24  # maximum length of a line: a small compressed file may expand to one that fills the memory
 
 
 class Benchmark(NamedTuple):
     task: Task
     documents: dict[int, Choices | Question]  # by their number in the benchmark
-    checksum: int  # of all documents, also those that were not chosen: numbers mean the same in every part
+    checksum: int  # of all documents, including those not chosen, so that numbers mean the same for every `limit`
 
 
 def data_folder(given: Path | None) -> Path:
-    """`--data-dir`, or what the environment says."""
+    """`--data-dir`, or the folder named by the environment variable."""
     given_name = os.environ.get(VARIABLE) if given is None else str(given)
     if not given_name:
         raise ValueError(
             f"--data-dir is missing: give the folder with the benchmarks, files such as hellaswag.validation.jsonl.gz, "
-            f"or name it in the environment as {VARIABLE}"
+            f"or set the environment variable {VARIABLE}"
         )
     folder = Path(given_name)
     with named(f"--data-dir {short_name(folder)}", "give the folder with the benchmarks"):
         if not folder.is_dir():
-            missing = "is not a folder: give the one" if folder.exists() else "there is no such folder: give the one"
+            missing = "is not a folder: give the one" if folder.exists() else "does not exist: give the folder"
             raise ValueError(f"--data-dir {short_name(folder)}: {missing} with the benchmarks")
     return folder
 
 
 def open_benchmark(task: Task, folder: Path, *, limit: int | None = None) -> Benchmark:
-    """All documents, or `limit` of them, evenly spread."""
+    """All documents, or `limit` of them, spread evenly."""
     every = [document for path in find_files(task, folder) for document in _read(task, path)]
     if not every:
         raise ValueError(
-            f"{task.name}: its files in {folder} hold no document of the benchmark; is this the right file?"
+            f"{task.name}: its files in {folder} have no document of the benchmark: check that they are the right files"
         )
     n = len(every) if limit is None else min(limit, len(every))
     chosen = {index: every[index] for index in (i * len(every) // n for i in range(n))}
@@ -59,14 +59,14 @@ def find_files(task: Task, folder: Path) -> list[Path]:
         with named(place, "give another folder with --data-dir"):
             by_name = {
                 path.name.removesuffix(suffix): path
-                for suffix in sorted(ENDINGS, key=len, reverse=True)  # the last one counts: that which is not packed
+                for suffix in sorted(ENDINGS, key=len, reverse=True)  # an uncompressed file comes last and wins
                 for path in place.glob(task.file + suffix)
             }
         if by_name:
             return [by_name[name] for name in sorted(by_name)]
     one = task.file.replace("*", "NAME")
     raise ValueError(
-        f"{task.name}: {folder} has no {one}.jsonl (.gz or .xz): get the set from {task.home} and write it there, "
+        f"{task.name}: {folder} has no {one}.jsonl (.gz or .xz): get the dataset from {task.home} and write it there, "
         f"one JSON object per line with the fields {task.fields}"
     )
 
@@ -76,7 +76,7 @@ def _read(task: Task, path: Path) -> Iterator[Choices | Question]:
         try:
             document = task.document(record)
         except KeyError as error:
-            raise ValueError(f"{path}, line {number}: the field {error} is missing; a line has {task.fields}") from None
+            raise ValueError(f"{path}, line {number}: field {error} is missing; expected {task.fields}") from None
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
         except RecursionError:
@@ -86,8 +86,8 @@ def _read(task: Task, path: Path) -> Iterator[Choices | Question]:
 
 
 def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file of JSON lines, with the number of each line."""
-    with named(path, "fetch it again"):
+    """The objects of a file of JSON lines, with their line numbers."""
+    with named(path, "download it again"):
         if path.exists() and not path.is_file():
             raise ValueError(f"{short_name(path)} is not a file: put a file of JSON lines there")
     number = 0
@@ -99,9 +99,9 @@ def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if line.strip():
                     yield number, _object(line)
     except ValueError as error:  # of JSON and of UTF-8
-        raise ValueError(f"{path}, line {number}: {error}; there must be one JSON object per line") from None
+        raise ValueError(f"{path}, line {number}: {error}; expected one JSON object per line") from None
     except DAMAGE as error:
-        raise ValueError(f"{path}, after line {number}: cannot be decompressed ({error}); fetch it again") from None
+        raise ValueError(f"{path}, after line {number}: cannot be decompressed ({error}); download it again") from None
 
 
 def _object(line: bytes) -> dict[str, Any]:

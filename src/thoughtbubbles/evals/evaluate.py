@@ -1,8 +1,8 @@
-"""A model is evaluated on a benchmark: every document that has no answer yet gets one.
+"""Evaluates a model on a benchmark: answers every document that has no saved answer.
 
-Choices become likelihoods, batched by length over all documents together. Free answers are written greedily, in batches
-through the cache; block selection has no exact cache, so there every row is read anew for every token, unless told
-otherwise.
+Choices are compared by likelihood, batched by length over all documents. Answers to questions are generated greedily,
+in batches, with the KV cache. Block selection has no exact cache, so by default it decodes without one: every token is
+a new forward of its row.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,26 +27,26 @@ class Conditions:
     """How a benchmark is run."""
 
     budget: Number | None = None
-    """Streams per token in place of the model's own."""
+    """Streams per token instead of the model's own budget."""
     batch_tokens: int | None = None
-    """Tokens of a batch, padding included; by default what the device takes easily."""
+    """Tokens per batch, including padding. Default: depends on the device."""
     answers_at_once: int = 32
-    """Free answers in a batch."""
+    """Generated answers per batch."""
     method: Method | None = None
-    """How free answers are written; by default whichever is exact for the model."""
+    """How answers are generated. Default: whichever is exact for the model."""
     compiled: bool = False
-    """Steps as CUDA graphs."""
+    """Decode with CUDA graphs."""
 
 
 def check_lengths(benchmark: Benchmark, tokenizer: Tokenizer, *, block_size: int) -> None:
-    """Contexts can be shortened, but not what is scored."""
+    """Raises ValueError if a choice does not fit: contexts can be truncated, choices cannot."""
     for number, document in benchmark.documents.items():
         if isinstance(document, Choices) and max(len(choice.encode()) for choice in document.choices) >= block_size:
             for query in encode_choices(tokenizer, document.context, document.choices):
                 if len(query.continuation) > block_size:
                     raise ValueError(
                         f"{benchmark.task.name}, document {number}: a choice has {len(query.continuation)} tokens, "
-                        f"more than the model's block_size = {block_size}; take a model with a larger block"
+                        f"more than the model's block_size = {block_size}; use a model with a larger block_size"
                     )
 
 
@@ -60,7 +60,7 @@ def evaluate(
     keep: Keep,
     report: Report = lambda share: None,
 ) -> None:
-    """`keep` is given each answer as soon as it is there, in no particular order."""
+    """Calls `keep` with each answer as soon as it is computed, in no particular order."""
     choices = {number: document for number, document in documents.items() if isinstance(document, Choices)}
     questions = {number: document for number, document in documents.items() if isinstance(document, Question)}
     if choices:
@@ -112,7 +112,7 @@ def _write(
     report: Report,
 ) -> None:
     block_size = model.config.block_size
-    room = min(task.max_new, (block_size + 1) // 2)  # at least half of the block is the prompt's, if it needs it
+    room = min(task.max_new, (block_size + 1) // 2)  # at least half of the context length is left for the prompt
     numbers, requests, cut, done = list(documents), [], [], 0
     for document in documents.values():
         ids = tokenizer.encode(document.prompt)

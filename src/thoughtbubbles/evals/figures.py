@@ -1,4 +1,4 @@
-"""Figures of evaluations, each drawn from its results.json and from nothing else."""
+"""Figures of an evaluation, drawn only from its results.json."""
 
 from collections.abc import Mapping
 from fractions import Fraction
@@ -15,7 +15,7 @@ PARALLEL = "tab:blue"
 
 
 def draw_perplexity(results: Path) -> Path | None:
-    """Perplexities of the windows, each way over the parallel forward; None where matplotlib is missing."""
+    """Histograms of window perplexities, each way over the parallel forward; None without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -53,7 +53,7 @@ def _histogram(panel: Any, way: dict[str, Any], bins: np.ndarray, **style: Any) 
 
 
 def _bins(values: list[float]) -> np.ndarray:
-    """The same for all ways: about as many as the square root of the windows asks for, from 5 to 40."""
+    """The same bins for all ways: twice the square root of the number of windows, from 5 to 40."""
     low, high = min(values), max(values)
     margin = 0.02 * (high - low) or 0.01 * high
     count = int(np.clip(round(2 * np.sqrt(len(values))), 5, 40))
@@ -61,7 +61,7 @@ def _bins(values: list[float]) -> np.ndarray:
 
 
 def draw_benchmarks(results: Path) -> list[Path]:
-    """One figure of all benchmarks, and one for each that has many parts; none where matplotlib is missing."""
+    """One figure of all benchmarks, and one per benchmark with several groups; none without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -85,7 +85,7 @@ def draw_benchmarks(results: Path) -> list[Path]:
 
 
 def _draw_bars(path: Path, rows: dict[str, Any], title: str) -> Path:
-    """Accuracies as bars, their standard errors as whiskers, blind guessing as a line across each."""
+    """Accuracies as bars, their standard errors as whiskers, chance as a line across each."""
     import matplotlib.pyplot as plt
 
     figure, panel = plt.subplots(figsize=(7, 1.2 + 0.24 * len(rows)))
@@ -113,7 +113,7 @@ def _draw_bars(path: Path, rows: dict[str, Any], title: str) -> Path:
 
 
 def draw_budgets(results: Path) -> Path | None:
-    """The thinking dial: loss and accuracy over the budget, a panel for each; None where matplotlib is missing."""
+    """The thinking dial: loss and accuracy over the budget, one panel per task; None without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -147,7 +147,7 @@ def draw_budgets(results: Path) -> Path | None:
         panel.grid(alpha=0.3)
         if name != "perplexity" and (chance := found["tasks"][name]["chance"]) is not None:
             panel.axhline(100 * chance, color="tab:red", linewidth=0.9, linestyle=":", label="chance")
-        if name != "perplexity":  # nothing that changes is not made to look like something
+        if name != "perplexity":  # at least 5 points high, so that a tiny change does not look large
             low, high = panel.get_ylim()
             panel.set_ylim(min(low, (low + high) / 2 - 2.5), max(high, (low + high) / 2 + 2.5))
         if panel.get_legend_handles_labels()[0]:
@@ -165,7 +165,7 @@ def draw_budgets(results: Path) -> Path | None:
 
 
 def _dial(panel: Any, series: Mapping[str, Any], colour: str, *, label: str | None, with_own: bool) -> None:
-    """Each mean with two errors: pale its own, most of which all budgets share, and dark that of its change."""
+    """Each mean with two error bars: pale for its own (mostly shared by all budgets), dark for that of its change."""
     factor = 100 if series["unit"] == PERCENT else 1
     rows = sorted(series["rows"], key=lambda row: Fraction(row["budget"]))
     places = [float(Fraction(row["budget"])) for row in rows]

@@ -1,12 +1,12 @@
-"""log p(continuation | context): the one primitive behind every benchmark that compares texts.
+"""log p(continuation | context), which every benchmark with choices is based on.
 
-    row        context    continuation          the last token is no input: nothing after it is scored
+    row        context    continuation          the last token is not an input, since nothing after it is scored
     inputs     a b c      d e
-    scored     · · d      e f                   every token of the continuation d e f, the first one included
+    scored     · · d      e f                   every token of the continuation d e f, including the first one
 
-Rows of like lengths go together, padded on the right and passed with their lengths, so each has what it has alone. Only
-the bubbles that predict a token of a continuation are decoded. A row longer than the model's block loses tokens of its
-context, on the left.
+Rows of similar lengths are batched, padded on the right and passed with their lengths, so each gives the same result as
+alone. Only the bubbles that predict a token of a continuation are decoded. If a row is longer than the model's context
+length (`block_size`), its context is truncated on the left.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,27 +24,27 @@ from thoughtbubbles.model.budget import BudgetLike
 from thoughtbubbles.model.streams import Streams
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-BATCH_TOKENS = {"cpu": 4096, "mps": 8192, "cuda": 65536}  # of a batch, padding included
-DECODED_AT_ONCE = {"cpu": 256, "mps": 512, "cuda": 4096}  # rows of logits, each as wide as the vocabulary
+BATCH_TOKENS = {"cpu": 4096, "mps": 8192, "cuda": 65536}  # per batch, including padding
+DECODED_AT_ONCE = {"cpu": 256, "mps": 512, "cuda": 4096}  # rows of logits, each of vocabulary size
 
 
 class Query(NamedTuple):
-    context: tuple[int, ...]  # never empty: where there is none it is one end-of-text token
-    continuation: tuple[int, ...]  # at least one token; each of them is scored
+    context: tuple[int, ...]  # never empty: an empty context is one end-of-text token
+    continuation: tuple[int, ...]  # at least one token; all of them are scored
 
 
 class Likelihood(NamedTuple):
     log_prob: float  # nats, the sum over the continuation
     n_tokens: int  # of the continuation
-    greedy: bool  # whether every token of it is the likeliest one
-    truncated: int  # tokens of the context that were cut off on the left
+    greedy: bool  # whether every token of it is the most likely one
+    truncated: int  # tokens of the context that were truncated on the left
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Query:
     """Context and continuation as ids, split as lm-evaluation-harness splits them.
 
     White space at the end of the context moves to the continuation, since GPT-2's words begin with it. The two are
-    encoded as one text, and what comes after as many tokens as the context has is the continuation.
+    encoded as one text; the continuation starts after as many tokens as the context has when encoded alone.
     """
     kept = context.rstrip()
     context, continuation = kept, context[len(kept) :] + continuation
@@ -65,7 +65,7 @@ def _split(
     tokenizer: Tokenizer, context: str, continuation: str, ids: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if len(continuation) > 1 and continuation[0] == " " and not continuation[1].isspace():
-        return ids, tuple(tokenizer.encode(continuation))  # a word begins here, whatever stands before it
+        return ids, tuple(tokenizer.encode(continuation))  # a new word starts here, whatever precedes it
     return ids, tuple(tokenizer.encode(context + continuation)[len(ids) :])
 
 
@@ -78,7 +78,7 @@ def log_likelihoods(
     batch_tokens: int | None = None,
     report: Callable[[float], object] = lambda share: None,
 ) -> list[Likelihood]:
-    """Of each query, in the order given, whatever that order is. Ids from `vocab_size` on are never the likeliest."""
+    """The likelihoods in the order of the queries. Ids from `vocab_size` on are never the most likely."""
     found: list[Likelihood | None] = [None] * len(queries)
     done = 0
     for index, likelihood in each_likelihood(
@@ -97,12 +97,12 @@ def each_likelihood(
     budget: BudgetLike | None = None,
     batch_tokens: int | None = None,
 ) -> Iterator[tuple[int, Likelihood]]:
-    """Number and likelihood of each query as batches are done, the longest first: what needs memory fails at once."""
+    """Index and likelihood of each query, as batches finish; the longest first, so that out-of-memory fails early."""
     for number, query in enumerate(queries):
         _check(query, number, model.config.block_size)
     limit = batch_tokens or BATCH_TOKENS[model.embedding.weight.device.type]
     if limit < 1:
-        raise ValueError(f"batch_tokens = {batch_tokens}: give 1 token or more a batch")
+        raise ValueError(f"batch_tokens = {batch_tokens}: give 1 or more")
     for batch in batches([_n_inputs(query, model.config.block_size) for query in queries], limit=limit):
         yield from zip(
             batch, _score(model, [queries[i] for i in batch], vocab_size=vocab_size, budget=budget), strict=True
@@ -110,7 +110,7 @@ def each_likelihood(
 
 
 def batches(sizes: Sequence[int], *, limit: int) -> Iterator[list[int]]:
-    """Numbers of rows that go together, the longest first: as many as `limit` tokens allow, and at least one."""
+    """Indices of the rows of each batch, the longest first: as many as `limit` tokens allow, at least one."""
     batch: list[int] = []
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         if batch and (len(batch) + 1) * sizes[batch[0]] > limit:
@@ -130,8 +130,8 @@ def _check(query: Query, number: int, block_size: int) -> None:
     if len(query.continuation) > block_size:
         raise ValueError(
             f"query {number} has a continuation of {len(query.continuation)} tokens, more than "
-            f"block_size = {block_size}: a context can be shortened, but not what is scored; take a model with a "
-            "larger block, or another benchmark"
+            f"block_size = {block_size}: a context can be truncated, a continuation cannot; use a model with a "
+            "larger block_size, or another benchmark"
         )
 
 
@@ -156,8 +156,8 @@ def _score(
     )
     first = np.cumsum([0, *sizes[:-1]])
     sums = np.add.reduceat(log_prob.cpu().double().numpy(), first)
-    if np.isnan(sums).any():  # which no comparison would show: the first choice would be the best
-        raise ValueError("the model's logits are not numbers (NaN): are its weights?")
+    if np.isnan(sums).any():  # comparisons would hide it: the first choice would be the best
+        raise ValueError("the model's logits are NaN: check its weights")
     all_greedy = np.logical_and.reduceat(greedy.cpu().numpy(), first)
     return [
         Likelihood(float(total), size, bool(likeliest), max(0, len(tokens) - block_size - 1))
@@ -175,13 +175,13 @@ def decode_at(
     n_tokens: int,
     vocab_size: int,
 ) -> tuple[Float[Tensor, "n"], Bool[Tensor, "n"]]:
-    """The log-probability of each target after the given token of the given row, and whether it is the likeliest."""
+    """The log-probability of each target after the given token of the given row, and whether it is the most likely."""
     start, end = head.bubbles_at(streams, row, token, n_tokens=n_tokens)
     sizes = end - start + 1
     log_prob = torch.empty_like(streams.log_score[row, end])
     greedy = torch.empty_like(row, dtype=torch.bool)
     at_once = DECODED_AT_ONCE[row.device.type]
-    for part in sizes.argsort().split(max(1, at_once // int(sizes.max()))):  # bubbles of like sizes together
+    for part in sizes.argsort().split(max(1, at_once // int(sizes.max()))):  # bubbles of similar sizes together
         bubbles = head.gather_bubbles(streams, row[part], start[part], end[part], width=int(sizes[part].max()))
         logits = head.logits(model.rows_to_decode(bubbles, 1), model.embedding.weight)[:, 0]
         target = targets[part, None]

@@ -1,6 +1,6 @@
-"""One task under every budget: what the model says of the same windows or documents, and how far the budgets differ.
+"""Runs one task with every budget on the same windows or documents, and pairs the results.
 
-Trouble on one rank (a file, memory, weights that are not numbers) is a ValueError on all of them.
+An error on one rank (a file, memory, NaN weights) is a ValueError on all of them.
 """
 
 import time
@@ -40,9 +40,9 @@ class Job:
     model: Thoughtbubbles
     tokenizer: Tokenizer
     budgets: tuple[Number | None, ...]
-    """The first one is what the others are compared with; None: the model has no forks."""
+    """The others are compared with the first one. None: the model has no forks."""
     about: Mapping[str, Any]
-    """What answers depend on, beside questions and budget."""
+    """What the answers depend on, in addition to questions and budget."""
     answers: Path
     world: World
     progress: Progress
@@ -51,19 +51,19 @@ class Job:
         return f"{what}, r = {budget}" if len(self.budgets) > 1 else what
 
     def precision(self) -> AbstractContextManager[object]:
-        """Of matrix products."""
+        """Context that sets the dtype of matrix products."""
         kind = self.model.embedding.weight.device.type
         return torch.autocast(kind, torch.bfloat16) if self.settings.dtype == "bfloat16" else nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Of one task."""
+    """The results of one task."""
 
     numbers: list[dict[str, Any]]
-    """For each budget."""
+    """One per budget."""
     paired: dict[str, Any]
-    """The budgets against the first one."""
+    """The budgets compared with the first one."""
 
 
 def measure_text(job: Job, windows: Windows) -> Found:
@@ -110,7 +110,7 @@ def evaluate_benchmark(job: Job, benchmark: Benchmark) -> Found:
 
 
 def _answers(job: Job, benchmark: Benchmark, budget: Number | None) -> tuple[dict[int, Answer], dict[str, Any]]:
-    """To all documents, in their order; those that are on disk are not asked again."""
+    """Answers to all documents, in their order; answers on disk are reused."""
     task, world, settings = benchmark.task, job.world, job.settings
     described = {"task": task.name, "version": task.version, "questions": benchmark.checksum, **job.about}
     described["budget"] = None if budget is None else exact(budget)
@@ -134,7 +134,7 @@ def _answers(job: Job, benchmark: Benchmark, budget: Number | None) -> tuple[dic
 
 
 def _known(answers: Answers, benchmark: Benchmark, *, fresh: bool) -> dict[int, Answer]:
-    """With `fresh` none; what was answered before stays on disk for documents that are not asked now."""
+    """Saved answers to these documents; none with `fresh`, but those to other documents stay on disk."""
     documents, found = benchmark.documents, {} if fresh else answers.read()
     return {n: answer for n, answer in found.items() if n in documents and fits(documents[n], answer)}
 
@@ -155,9 +155,9 @@ def _answer(
         method=settings.method,
         compiled=settings.compile,
     )
-    narrow = job.precision()
+    precision = job.precision()
     if task.max_new and settings.dtype == "bfloat16":
-        model, narrow = deepcopy(model).to(torch.bfloat16), nullcontext()  # writing reads all weights at every step
+        model, precision = deepcopy(model).to(torch.bfloat16), nullcontext()  # decoding reads all weights in every step
     documents = {number: benchmark.documents[number] for number in numbers}
-    with answers, narrow:
+    with answers, precision:
         evaluate(model, job.tokenizer, task, documents, conditions, keep=answers.add, report=report)

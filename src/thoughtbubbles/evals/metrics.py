@@ -1,14 +1,14 @@
-"""From answers to numbers.
+"""Scores of answers, and their means.
 
-A document with choices is scored four ways, each of which names the choice that it finds best (the first of equals):
+A document with choices is scored in four ways, which differ in how they pick the best choice (the first one of equals):
 
-    accuracy            the lowest mean loss per token, which is the paper's way and the headline of every task
-    accuracy_sum        the lowest loss in all: lm-evaluation-harness's `acc`
-    accuracy_character  the lowest loss per character: its `acc_norm`
-    accuracy_byte       the lowest loss per byte of UTF-8: its `acc_bytes`
+    accuracy            lowest mean loss per token, as in the paper; the main metric of every task
+    accuracy_sum        lowest total loss: lm-evaluation-harness's `acc`
+    accuracy_character  lowest loss per character: its `acc_norm`
+    accuracy_byte       lowest loss per byte of UTF-8: its `acc_bytes`
 
-A single choice (LAMBADA's last word) is right if every token of it is the likeliest one; `nats` is its loss.
-± is the standard error of a mean over documents, with the sample's own spread.
+A single choice (LAMBADA's last word) is correct if every one of its tokens is the most likely one; `nats` is its loss.
+± is the standard error of the mean over documents, from the sample standard deviation.
 """
 
 import math
@@ -24,18 +24,18 @@ WAYS = {"accuracy", "accuracy_sum", "accuracy_character", "accuracy_byte"}
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Of one document: its scores, and what they were made from."""
+    """The scores of one document, and what they were computed from."""
 
     scores: dict[str, float]
     groups: dict[str, str] = field(default_factory=dict)
     truncated: int = 0
-    """Tokens cut off on the left: of the prompt, or of the most shortened choice's context."""
+    """Tokens truncated on the left: of the prompt, or of the context of the longest choice."""
     log_probs: list[float] = field(default_factory=list)
     """Of each choice, in nats."""
     tokens: list[int] = field(default_factory=list)
-    """Of each choice."""
+    """Number of tokens of each choice."""
     text: str | None = None
-    """A free answer."""
+    """A generated answer."""
 
 
 def score_choices(document: Choices, found: Sequence[Likelihood]) -> Answer:
@@ -63,7 +63,7 @@ def scores(document: Choices, found: Sequence[Likelihood]) -> dict[str, float]:
 
 
 def fits(document: Choices | Question, answer: Answer) -> bool:
-    """Whether an answer that was read can be one to this document."""
+    """Whether a saved answer can belong to this document."""
     if answer.groups != document.groups:
         return False
     if isinstance(document, Question):
@@ -79,7 +79,7 @@ def _best(sums: Sequence[float], sizes: Sequence[int]) -> int:
 
 
 def summary(task: Task, answers: Sequence[Answer]) -> dict[str, Any]:
-    """All numbers of a benchmark, for JSON."""
+    """All numbers of a benchmark, JSON-serializable."""
     names = sorted({name for answer in answers for name in answer.groups})
     cut = [answer.truncated for answer in answers if answer.truncated]
     return {
@@ -105,11 +105,11 @@ def means(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """No error of a single value, nor where anything is not finite."""
+    """The error is None for a single value, and if anything is not finite."""
     n = len(values)
     try:
         mean = math.fsum(values) / n
-    except (OverflowError, ValueError):  # larger than any number on the way, or +inf and −inf
+    except (OverflowError, ValueError):  # the sum overflows, or has both +inf and −inf
         mean = sum(value / n for value in values)
     error = math.hypot(*(value - mean for value in values)) * math.sqrt(1 / (n - 1) / n) if n > 1 else math.inf
     return mean, error if math.isfinite(error) else None
@@ -126,7 +126,7 @@ def _by(name: str, answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def chance(answers: Sequence[Answer]) -> float | None:
-    """The accuracy of a blind guess; None where nothing can be guessed."""
+    """The accuracy of random guessing; None if a document has no choices to guess from."""
     if any(len(answer.tokens) < 2 for answer in answers):
         return None
     return math.fsum(1 / len(answer.tokens) for answer in answers) / len(answers)

@@ -1,6 +1,6 @@
-"""The task `perplexity`: the ways to score the same windows, side by side, as in the paper's table on autoregression.
+"""The task `perplexity`: scores the same windows in several ways, as in the paper's table on autoregression.
 
-Which ways there are follows from the model:
+The ways depend on the model:
 
     block selection    blockwise · autoregressive with the proportional and with the fixed budget, without a cache ·
                        through the cache with the causal rule, an approximation whose difference is measured
@@ -63,7 +63,7 @@ def perplexity(
     batch: int = 8,
     report: Callable[[str], Report] = lambda title: lambda share: None,
 ) -> dict[str, Scores]:
-    """By the names of the ways. `report` is told the title of a way and then the share of it that is done."""
+    """Scores by the name of the way. `report(title)` returns a function that is called with the fraction done."""
     return {
         name: way.score(model, windows, budget=budget, batch=batch, report=report(way.title))
         for name, way in ways_of(model.config, vocab_size=vocab_size).items()
@@ -71,7 +71,7 @@ def perplexity(
 
 
 def join(shares: Sequence[dict[str, Scores]]) -> dict[str, Scores]:
-    """The scores of all windows from those that several ranks have found, each for every so-manieth window."""
+    """The scores of all windows from those of several ranks; of n ranks, each has every n-th window."""
     return {name: _join([share[name] for share in shares]) for name in shares[0]}
 
 
@@ -87,7 +87,7 @@ def _join(shares: Sequence[Scores]) -> Scores:
 
 
 def differences(scores: dict[str, Scores]) -> dict[str, Difference]:
-    """Every way against the parallel forward, and the approximation against what it stands for."""
+    """Every way against the parallel forward, and the approximation against the exact one."""
     found = {
         f"{name} - blockwise": compare(each, scores["blockwise"])
         for name, each in scores.items()
@@ -99,7 +99,7 @@ def differences(scores: dict[str, Scores]) -> dict[str, Difference]:
 
 
 def describe(config: ModelConfig, scores: dict[str, Scores], *, vocab_size: int, n_bytes: int) -> dict[str, Any]:
-    """All numbers, for JSON; table and figure are made from these. `n_bytes` of UTF-8 are what the targets spell."""
+    """All numbers, JSON-serializable; table and figure are made from these. `n_bytes`: UTF-8 bytes of the targets."""
     ways = ways_of(config, vocab_size=vocab_size)
     return {
         "ways": {name: {"title": ways[name].title, **_numbers(each, n_bytes)} for name, each in scores.items()},
@@ -137,9 +137,9 @@ def table_of(found: dict[str, Any], *, title: str) -> Table:
         "nats per token",
         "perplexity",
         "against\nblockwise",
-        "bits\na byte",
+        "bits/\nbyte",
         "seconds",
-    ):  # 80 columns are enough
+    ):  # fits in 80 columns
         table.add_column(heading, justify="right", no_wrap=True)
     for name, way in found["ways"].items():
         gap = found["differences"].get(f"{name} - blockwise")
@@ -158,7 +158,7 @@ def table_of(found: dict[str, Any], *, title: str) -> Table:
 
 
 def remarks(found: dict[str, Any]) -> list[str]:
-    """What the table does not say, in words."""
+    """Facts that are not in the table, as sentences."""
     gaps = found["differences"]
     exact, lines = gaps["autoregressive - blockwise"], []
     lines.append(f"Autoregressive against blockwise: no token differs by more than {exact['largest']:.2g} nats.")

@@ -1,4 +1,4 @@
-"""How far an evaluation is: a bar for each part where a person watches, and a plain line now and then otherwise."""
+"""Progress of an evaluation: one bar per part in a terminal, a plain line every few seconds otherwise."""
 
 import sys
 import time
@@ -15,7 +15,7 @@ BAR_SECONDS = 0.05
 
 class Progress:
     def __init__(self, *, quiet: bool = False) -> None:
-        """`quiet` shows nothing: of several ranks one speaks."""
+        """`quiet` shows nothing: only one of several ranks prints."""
         self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True, quiet=quiet)
         self._bars = progress.Progress(
             progress.TextColumn("{task.description}"),
@@ -40,7 +40,7 @@ class Progress:
         self._console.print(line, markup=False)
 
     def begin(self, title: str) -> Report:
-        """Begins a part; what is returned is told the share of it that is done."""
+        """Starts a part; call the returned function with the fraction of it that is done."""
         task = self._bars.add_task(title, total=1.0)
         begun = said = time.monotonic()
         moved = 0.0

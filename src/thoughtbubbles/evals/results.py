@@ -1,13 +1,13 @@
-"""Where the results of an evaluation lie, so that none replaces another:
+"""Folders for the results of evaluations, so that none replaces another:
 
-    RUN/eval/step-N/          of a checkpoint of a run: they outlive it, and a manifest there knows nothing of them
+    RUN/eval/step-N/          of a checkpoint of a run; outside of it, so they outlive it and are not in its manifest
     MODEL/eval/               of a model folder
-        answers/              what was answered, whatever list of tasks it was asked in
-        NAME/results.json     an evaluation and its figures; NAME says what it was, with a checksum of what its numbers
+        answers/              saved answers, shared by all evaluations
+        NAME/results.json     an evaluation and its figures; NAME describes it, with a checksum of what its numbers
                               depend on: weights, config, tokenizer, budgets, dtype, the questions and the text
 
-With --out DIR, the answers lie in DIR/answers and the results in DIR itself; those of another evaluation that are there
-are moved to DIR/NAME first.
+With --out DIR, the answers are in DIR/answers and the results in DIR itself; results of another evaluation in DIR are
+moved to DIR/NAME first.
 """
 
 import json
@@ -32,7 +32,7 @@ FIGURES = ("perplexity.png", "benchmarks.png", "budgets.png", *(f"{task}-by-*.pn
 
 
 def home_of(folder: Path) -> Path:
-    """Of the evaluations of a model folder (as `find_model` finds it), by whatever name it was called."""
+    """The folder for evaluations of a model folder (from `find_model`), also if the path goes through links."""
     real = folder.resolve()
     folder = folder if folder.absolute() == real else real
     step = folder.parent
@@ -44,20 +44,20 @@ def home_of(folder: Path) -> Path:
 
 
 def weights_of(folder: Path) -> dict[str, int]:
-    """The weights by their content: checksums of their files."""
+    """Identifies the weights by the checksums of their files."""
     return {path.name: crc32(path) for path in weight_files(folder)}
 
 
 def exact(budget: object) -> str:
-    """One text for 2, 2.0 and "4/2"."""
+    """The same string for 2, 2.0 and "4/2"."""
     return str(Fraction(str(budget)))
 
 
 def name_of(settings: Evaluation, depends_on: Mapping[str, Any]) -> str:
-    """What was asked for and is not the usual, and a checksum of all that the numbers depend on."""
+    """The settings that are not defaults, and a checksum of everything the numbers depend on."""
     words = list(settings.tasks)
     if settings.data is not None and "perplexity" in settings.names:
-        words += [Path(os.path.realpath(settings.data)).name, settings.split]  # also of a link that leads to itself
+        words += [Path(os.path.realpath(settings.data)).name, settings.split]  # realpath: no error for a looping link
         words += [f"windows{settings.windows}", "" if settings.tokens is None else f"tokens{settings.tokens}"]
     words.append("" if settings.limit is None else f"limit{settings.limit}")
     words.append("+".join(f"r{budget}" for budget in settings.budget))
@@ -71,9 +71,9 @@ def named_by(words: Sequence[str], depends_on: Mapping[str, Any]) -> str:
 
 
 def make_folders(home: Path, name: str, *, is_given: bool) -> Path:
-    """The folder for results.json; whatever forbids to write there is said before the work begins.
+    """The folder for results.json, checked to be writable before the work starts.
 
-    One that is given with --out is `home` itself; otherwise the results have a folder in there.
+    With --out it is `home` itself; otherwise a subfolder of it.
     """
     folder = home if is_given else home / name
     try:
@@ -82,7 +82,7 @@ def make_folders(home: Path, name: str, *, is_given: bool) -> Path:
             if not os.access(place, os.W_OK):
                 raise PermissionError(13, "Permission denied")
     except OSError as error:
-        where, remedy = ("--out ", "give another") if is_given else ("", "give another place with --out DIR")
+        where, remedy = ("--out ", "give another") if is_given else ("", "give another folder with --out DIR")
         raise ValueError(f"{where}{short_name(home)}: cannot be written ({reason(error)}); {remedy}") from None
     if is_given:
         _earlier(folder, name)
@@ -90,30 +90,30 @@ def make_folders(home: Path, name: str, *, is_given: bool) -> Path:
 
 
 def remove_empty(home: Path, name: str) -> None:
-    """The folders of an evaluation that has nothing to write, as far as they are empty."""
+    """Removes the folders of an evaluation without results, if they are empty."""
     for folder in (home / name, home / ANSWERS, home, home.parent):
         with suppress(OSError):
             folder.rmdir()
 
 
 def move_aside(folder: Path, name: str) -> None:
-    """What another evaluation has left in this folder goes to a folder of its own."""
+    """Moves the results of another evaluation in this folder to a subfolder."""
     if (earlier := _earlier(folder, name)) is None:
         return
     with named(folder, "give another --out"):
         (folder / earlier).mkdir(exist_ok=True)
         for path in [folder / RESULTS, *(path for figure in FIGURES for path in folder.glob(figure))]:
             path.replace(folder / earlier / path.name)
-    print(f"{folder} had the results of another evaluation: they are in {folder / earlier} now.", file=sys.stderr)
+    print(f"{folder} had the results of another evaluation; moved them to {folder / earlier}.", file=sys.stderr)
 
 
 def _earlier(folder: Path, name: str) -> str | None:
-    """The name of another evaluation whose results lie in this folder."""
+    """The name of another evaluation whose results are in this folder."""
     path = folder / RESULTS
     if not path.exists():
         return None
     remedy = "move it away, or give another --out"
     found = read_object(path, remedy=remedy).get("name")
     if not (isinstance(found, str) and NAME.fullmatch(found)):
-        raise ValueError(f"{short_name(path)} does not tell which evaluation it is from: {remedy}")
+        raise ValueError(f"{short_name(path)} does not name the evaluation it is from: {remedy}")
     return None if found == name else found

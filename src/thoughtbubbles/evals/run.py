@@ -1,8 +1,8 @@
 """`thoughtbubbles eval`: evaluates a checkpoint on benchmarks, shows tables, and writes results.json.
 
-Everything that can be wrong with settings and files is found before the first forward. Wrong settings end the command;
-a task that cannot be opened, or fails later, is reported beside the others. Answers are kept as they come
-(evals/answers.py), and tables and figures are made from results.json.
+Settings and files are checked before the first forward. Wrong settings end the command; a task that cannot be opened,
+or fails later, is reported and the others run. Answers are saved as soon as they are computed (evals/answers.py), and
+tables and figures are made from results.json.
 """
 
 import sys
@@ -48,7 +48,7 @@ Work = Windows | Benchmark
 
 
 def run(settings: Evaluation, world: World) -> dict[str, Any]:
-    """What results.json holds, on every rank; `failed` there has the tasks that could not run, and why."""
+    """The content of results.json, on every rank; its `failed` has the tasks that could not run, and why."""
     folder, model, tokenizer = agree(world, lambda: _open(settings, world.device))
     budgets = _budgets(model, settings)
     failed: dict[str, str] = {}
@@ -95,7 +95,7 @@ def run(settings: Evaluation, world: World) -> dict[str, Any]:
         "ranks": world.size,
         **provenance(),
     }
-    agree(world, lambda: _write(place, results, settings) if world.is_first else None)  # all wait until it is there
+    agree(world, lambda: _write(place, results, settings) if world.is_first else None)  # all ranks wait for the file
     return results
 
 
@@ -104,7 +104,10 @@ def _open(settings: Evaluation, device: torch.device) -> tuple[Path, Thoughtbubb
     tokenizer = _tokenizer(folder)
     model = _model(folder, settings, device)
     if tokenizer.size > model.config.vocab_size:
-        raise ValueError(f"--checkpoint {folder}: its tokenizer has {tokenizer.size} ids, more than the model knows")
+        raise ValueError(
+            f"--checkpoint {folder}: its tokenizer has {tokenizer.size} ids, more than the model's vocabulary, "
+            f"{model.config.vocab_size}"
+        )
     if "perplexity" in settings.names:
         check_tokens(settings, model.config)
     if any(name in TASKS for name in settings.names):
@@ -114,7 +117,7 @@ def _open(settings: Evaluation, device: torch.device) -> tuple[Path, Thoughtbubb
 
 def _model(folder: Path, settings: Evaluation, device: torch.device) -> Thoughtbubbles:
     if settings.dtype == "float64" and device.type == "mps":
-        raise ValueError("--dtype float64: mps has none; take --device cpu")
+        raise ValueError("--dtype float64: not available on mps; use --device cpu")
     if settings.compile and device.type != "cuda":
         raise ValueError("--compile: needs a CUDA GPU; leave it out on other devices")
     model = load(folder, device=device, dtype=torch.float64 if settings.dtype == "float64" else torch.float32)
@@ -130,14 +133,14 @@ def _tokenizer(folder: Path) -> Tokenizer:
     tokenizer = load_folder_tokenizer(folder)
     if tokenizer is None:
         raise ValueError(
-            f"--checkpoint {folder} has no tokenizer.json, so nobody can tell whether the data's ids are the model's: "
+            f"--checkpoint {folder} has no tokenizer.json, which is needed to encode the text: "
             "save the model with save_model(…, tokenizer=…)"
         )
     return tokenizer
 
 
 def _budgets(model: Thoughtbubbles, settings: Evaluation) -> tuple[Number | None, ...]:
-    """Each once; the model's own where none is given, and None where nothing forks."""
+    """The given budgets without repetition, by default the model's own; None for a model without forks."""
     if not model.config.fork_layers:
         return (None,)
     given: tuple[Number, ...] = settings.budget or (model.config.budget,)
@@ -150,7 +153,7 @@ def _budgets(model: Thoughtbubbles, settings: Evaluation) -> tuple[Number | None
 def _open_tasks(
     settings: Evaluation, model: Thoughtbubbles, tokenizer: Tokenizer, world: World, failed: dict[str, str]
 ) -> dict[str, Work]:
-    """Those that can be opened, in the order asked for; the reasons of the others go to `failed`."""
+    """The tasks that can be opened, in the order asked for; the reasons of the others go to `failed`."""
 
     def opened(name: str) -> Work:
         if name == "perplexity":
@@ -177,7 +180,7 @@ def _require_any(done: Mapping[str, object], failed: Mapping[str, str]) -> None:
 
 
 def _measure(job: Job, work: Mapping[str, Work], failed: dict[str, str]) -> dict[str, Found]:
-    """One task after the other; what fails now is reported with what could not be opened."""
+    """Runs one task after the other; one that fails now is reported like those that could not be opened."""
     found: dict[str, Found] = {}
     for name, wrong in failed.items():
         job.progress.say(f"{name} cannot run: {wrong}")
@@ -192,7 +195,7 @@ def _measure(job: Job, work: Mapping[str, Work], failed: dict[str, str]) -> dict
 
 
 def _kept(path: Path, name: str, failed: Mapping[str, str]) -> dict[str, tuple[Found, str]]:
-    """What the same evaluation has found before of tasks that failed now, and when: it is not lost."""
+    """Earlier results of the same evaluation, and their time, for tasks that failed now: they are not lost."""
     try:
         earlier = read_object(path)
         if earlier["name"] != name:
@@ -207,7 +210,7 @@ def _kept(path: Path, name: str, failed: Mapping[str, str]) -> dict[str, tuple[F
             for task in failed
             if task in earlier["tasks"]
         }
-    except (ValueError, KeyError, TypeError, AttributeError):  # there is none, or it is damaged
+    except (ValueError, KeyError, TypeError, AttributeError):  # the file is missing or damaged
         return {}
 
 
@@ -218,7 +221,7 @@ def _depends_on(
     about: Mapping[str, Any],
     work: Mapping[str, Work],
 ) -> dict[str, Any]:
-    """What the numbers depend on: settings that differ here have results of their own."""
+    """What the numbers depend on: evaluations that differ here have separate results."""
     tasks: dict[str, Any] = dict.fromkeys(settings.names)  # None for one that cannot run
     for name, each in work.items():
         tasks[name] = (
@@ -230,7 +233,7 @@ def _depends_on(
 
 
 def _numbers(settings: Evaluation, found: Mapping[str, Found], budgets: tuple[Number | None, ...]) -> dict[str, Any]:
-    """Those of the first budget under `tasks`, as if there were no other; the others, and how they differ, beside."""
+    """The numbers of the first budget under `tasks`; those of the others, and paired differences, under `budgets`."""
     names = [name for name in settings.names if name in found]
     numbers: dict[str, Any] = {"tasks": {name: found[name].numbers[0] for name in names}}
     if len(budgets) > 1:
@@ -248,7 +251,7 @@ def _numbers(settings: Evaluation, found: Mapping[str, Found], budgets: tuple[Nu
 
 
 def _write(place: Path, results: dict[str, Any], settings: Evaluation) -> None:
-    place.mkdir(parents=True, exist_ok=True)  # another one of the same name may have failed, and tidied up
+    place.mkdir(parents=True, exist_ok=True)  # another process with the same name may have failed and removed it
     if settings.out is not None:
         move_aside(place, results["name"])
     for task, time in results["kept"].items():

@@ -1,4 +1,4 @@
-"""What an evaluation is: its settings, checked once. Field docstrings are the help text of `thoughtbubbles eval`."""
+"""The settings of an evaluation, checked once. Field docstrings are the help text of `thoughtbubbles eval`."""
 
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -12,75 +12,75 @@ from thoughtbubbles.evals.tasks import TASKS
 NAMES = ("perplexity", *TASKS)
 ZERO_SHOT = ("lambada", "hellaswag", "blimp", "piqa", "arc_easy", "arc_challenge")
 SUITES = {"all": NAMES, "zero-shot": ZERO_SHOT}
-MOST = 10**9  # of anything that is counted
+MOST = 10**9  # upper limit of all counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Evaluate a trained model; the numbers go to results.json and to tables.
+    """Evaluate a trained model; prints tables and writes results.json.
 
-    perplexity: each token of validation text, scored in one parallel forward (blockwise) and from its own prefix
-    (autoregressive). Through the KV cache, as with causal selection, the second takes one step per token. With block
-    selection every prefix is read anew, once with the proportional and once with the fixed budget: windows of T tokens
-    cost about T times what the parallel forward costs, 512 times for a block of 512 tokens. Begin with few windows.
+    perplexity: every token of validation text, scored in one parallel forward (blockwise) and from its own prefix
+    (autoregressive). With causal selection the latter uses the KV cache, one step per token. With block selection every
+    prefix is a new forward, once with the proportional and once with the fixed budget: windows of T tokens cost about T
+    times as much as the parallel forward, 512 times for a context length of 512. Start with few windows.
 
-    lambada, hellaswag, blimp, piqa, arc_easy, arc_challenge, mmlu, mmlu_continuation, clutrr: the choice of the lowest
-    loss. gsm8k: answered freely, right if the last number is. They need files of questions: --data-dir. The budget is
-    always proportional to each row's tokens.
+    lambada, hellaswag, blimp, piqa, arc_easy, arc_challenge, mmlu, mmlu_continuation, clutrr: picks the choice with the
+    lowest loss. gsm8k: generates an answer, correct if its last number is. Benchmarks need question files: --data-dir.
+    The budget is always proportional to the tokens of each row.
 
-    Every answer of a benchmark is kept at once: a command that was killed goes on where it was when it is given again
-    (perplexity begins anew). Under torchrun the ranks share the work.
+    Every answer of a benchmark is saved immediately: repeat the command after a kill and it resumes (perplexity starts
+    again). Under torchrun the ranks share the work.
 
-    A task that cannot run (its file is missing or damaged, a choice is longer than the model's block) is reported with
-    its reason, the others run, and the exit status is 1.
+    A task that cannot run (its file is missing or damaged, a choice is longer than the model's context length) is
+    reported with its reason, the others run, and the exit code is 1.
     """
 
     checkpoint: Path
-    """The model: its folder, a checkpoint of a run, or a run (its newest checkpoint)."""
+    """A model folder, a checkpoint of a run, or a run (its newest checkpoint)."""
     tasks: tuple[str, ...] = ("perplexity",)
     """What to evaluate: names from above; zero-shot (the paper's six: lambada, hellaswag, blimp, piqa, arc_easy,
-    arc_challenge); or all (perplexity among them if there is --data)."""
+    arc_challenge); or all (including perplexity if --data is given)."""
     data_dir: Path | None = None
-    """A folder with the benchmarks (files such as hellaswag.validation.jsonl.gz), in it or in its eval/. By default
-    the environment's THOUGHTBUBBLES_DATA."""
+    """Folder with the benchmark files (such as hellaswag.validation.jsonl.gz), directly or in its eval/. Default: the
+    environment variable THOUGHTBUBBLES_DATA."""
     limit: int | None = None
-    """Documents of each benchmark at most, evenly spread over it (with --harness the first ones); all by default."""
+    """Maximum number of documents per benchmark, spread evenly (with --harness the first ones). Default: all."""
     data: Path | None = None
-    """For perplexity: a folder that `thoughtbubbles prepare` wrote, or RUN/data/synthetic of a tiny run."""
+    """For perplexity: a folder written by `thoughtbubbles prepare`, or RUN/data/synthetic of a tiny run."""
     split: str = "val"
-    """For perplexity: which part of the data; val is what was not trained on."""
+    """For perplexity: the split of the data; val is not trained on."""
     windows: int = 8
-    """For perplexity: windows to score, spread evenly over the split; all, if there are fewer."""
+    """For perplexity: number of windows to score, spread evenly over the split; all if there are fewer."""
     tokens: int | None = None
-    """For perplexity: tokens of a window; the model's block size by default."""
+    """For perplexity: tokens per window. Default: the model's context length (`block_size`)."""
     budget: Annotated[tuple[str, ...], tyro.conf.arg(metavar="R [R …]")] = ()
-    """Streams per token in place of the model's own, such as 2, 1.5 or 4/3. Several, as in --budget 1 1.5 2 4, are
-    compared with the first one, on the same tokens and documents: one table and one figure with paired errors."""
+    """Streams per token instead of the model's own budget, such as 2, 1.5 or 4/3. Several, as in --budget 1 1.5 2 4,
+    are compared with the first one on the same tokens and documents: one table and one figure with paired errors."""
     batch: int = 8
-    """For perplexity: windows at a time."""
+    """For perplexity: windows per batch."""
     batch_tokens: int | None = None
-    """For benchmarks: tokens of a batch, padding included; by default 65,536 on cuda, 8,192 on mps, 4,096 on cpu."""
+    """For benchmarks: tokens per batch, including padding. Default: 65,536 on cuda, 8,192 on mps, 4,096 on cpu."""
     answers_at_once: int = 32
-    """For gsm8k: answers written at a time."""
+    """For gsm8k: answers generated per batch."""
     method: Literal["cached", "uncached"] | None = None
-    """For gsm8k: how a new token sees those before it; by default whichever is exact for the model. With block
-    selection that is uncached, which is slow; cached then approximates."""
+    """For gsm8k: decoding with or without the KV cache. Default: whichever is exact for the model. With block selection
+    that is uncached, which is slow; cached is then an approximation."""
     compile: bool = False
-    """For gsm8k, on cuda: steps as graphs of compiled kernels, many times faster after twenty seconds."""
+    """For gsm8k, on cuda: decode with CUDA graphs of compiled kernels, many times faster after twenty seconds."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """auto: cuda where there is one, else mps, else cpu."""
+    """auto: cuda if available, else mps, else cpu."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """bfloat16: matrix products only, as training on a GPU has them (for gsm8k the weights too, as in generate).
-    Rounding then decides which streams survive here and there, so ways that are equal in float32 differ a little."""
+    """bfloat16: matrix products only, as in training on a GPU (for gsm8k also the weights, as in generate). Rounding
+    then changes which streams survive in a few places, so methods that agree in float32 differ slightly."""
     fresh: bool = False
-    """Answer everything anew, also what is answered already."""
+    """Answer everything again, ignoring saved answers."""
     harness: bool = False
-    """Through lm-evaluation-harness (pip install 'thoughtbubbles[eval]'), with its tasks, prompts and scores; --tasks
-    then takes its names."""
+    """Use lm-evaluation-harness (pip install 'thoughtbubbles[eval]'), with its tasks, prompts and scores; --tasks then
+    takes its names."""
     out: Path | None = None
-    """Where results.json, the answers and the figures go. By default a folder for each combination of settings in
-    RUN/eval/step-N, or in eval in a model folder, so that no evaluation replaces another one; answers are shared there.
-    What another evaluation has left in the folder given here is moved into a folder of its own."""
+    """Folder for results.json, the answers and the figures. Default: one folder per combination of settings in
+    RUN/eval/step-N, or in eval in a model folder, so that evaluations do not replace each other; answers are shared.
+    If the folder given here has results of another evaluation, they are moved to a subfolder."""
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -91,25 +91,25 @@ class Evaluation:
         for name in ("limit", "windows", "tokens", "batch", "batch_tokens", "answers_at_once"):
             _check_number(name, getattr(self, name))
         if not isinstance(self.budget, tuple) or not all(isinstance(budget, str) for budget in self.budget):
-            raise ValueError(f"budget = {self.budget!r}: give a tuple of texts, such as ('1', '1.5')")
+            raise ValueError(f"budget = {self.budget!r}: give a tuple of strings, such as ('1', '1.5')")
         if self.harness and len(self.budget) > 1:
             raise ValueError(f"--budget {' '.join(self.budget)}: with --harness give one, or leave out --harness")
         if "perplexity" in self.names and self.data is None and not self.harness:
             raise ValueError(
-                "--data is missing: perplexity needs validation text; give a folder that `thoughtbubbles prepare` "
-                "wrote, or RUN/data/synthetic of a tiny run"
+                "--data is missing: perplexity needs validation text; give a folder written by `thoughtbubbles "
+                "prepare`, or RUN/data/synthetic of a tiny run"
             )
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tasks one by one; `all` has perplexity only where there is text for it."""
+        """The names of all tasks; `all` includes perplexity only if there is text for it."""
         named = [name for task in self.tasks for name in SUITES.get(task, (task,))]
         if self.data is None and "perplexity" not in self.tasks:
             named = [name for name in named if name != "perplexity"]
         return tuple(dict.fromkeys(named))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """As a JSON-serializable dictionary."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
 
 
@@ -117,8 +117,8 @@ def _check_number(name: str, value: object) -> None:
     if value is None and name in ("limit", "tokens", "batch_tokens"):
         return
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
-        is_long = isinstance(value, int) and abs(value) >= 10**30  # Python writes no number of very many digits
-        shown = "of very many digits" if is_long else repr(value)[:60]
+        is_long = isinstance(value, int) and abs(value) >= 10**30  # Python refuses to print very long integers
+        shown = "with very many digits" if is_long else repr(value)[:60]
         raise ValueError(f"--{name.replace('_', '-')} {shown}: give a whole number from 1 to {MOST:,}")
 
 

@@ -1,4 +1,4 @@
-"""What an evaluation shows a person: tables and figures, made from what results.json holds."""
+"""Prints the tables and draws the figures of an evaluation, from the content of results.json."""
 
 import sys
 from pathlib import Path
@@ -12,12 +12,12 @@ from thoughtbubbles.evals.budgets import budget_remarks, budget_table
 from thoughtbubbles.evals.figures import draw_benchmarks, draw_budgets, draw_perplexity
 from thoughtbubbles.evals.perplexity import remarks, table_of
 
-FEW = 12  # groups that a table shows one by one
+FEW = 12  # maximum number of groups that a table lists
 WAYS = {"accuracy": "accuracy", "accuracy_sum": "sum", "accuracy_character": "char-\nacter", "accuracy_byte": "byte"}
 METRICS_EXPLAINED = (
-    "In percent ± standard error. accuracy: the choice of the lowest mean loss per token, as in the paper; sum: of the "
-    "lowest loss in all (lm-evaluation-harness's acc); character: of the lowest per character (its acc_norm); byte: of "
-    "the lowest per byte (its acc_bytes)."
+    "In percent ± standard error. accuracy: picks the choice with the lowest mean loss per token, as in the paper; "
+    "sum: with the lowest total loss (lm-evaluation-harness's acc); character: with the lowest loss per character (its "
+    "acc_norm); byte: with the lowest loss per byte (its acc_bytes)."
 )
 
 
@@ -66,7 +66,7 @@ def failed_table(failed: dict[str, str]) -> Table:
 
 
 def benchmark_table(benchmarks: dict[str, Any], *, title: str) -> Table:
-    """80 columns are enough."""
+    """Fits in 80 columns."""
     table = Table(title=title)
     table.add_column("", min_width=14, overflow="fold")
     for heading in ("docu-\nments", *WAYS.values(), "chance"):
@@ -92,7 +92,7 @@ def percent(value: dict[str, Any]) -> str:
 
 
 def benchmark_remarks(benchmarks: dict[str, Any]) -> list[str]:
-    """What no table says, in words."""
+    """Facts that are not in a table, as sentences."""
     lines = []
     for found in benchmarks.values():
         if "perplexity" in found:
@@ -110,6 +110,6 @@ def benchmark_remarks(benchmarks: dict[str, Any]) -> list[str]:
         if cut["documents"]:
             lines.append(
                 f"{found['title']}: {cut['documents']:,} of {found['documents']:,} documents were longer than the "
-                f"model's block and lost {cut['tokens']:,} tokens on the left."
+                f"model's context length; {cut['tokens']:,} tokens were truncated on the left."
             )
     return lines

@@ -1,4 +1,4 @@
-"""What perplexity is measured on: windows of validation text as training has them."""
+"""The windows of validation text that perplexity is measured on, cut as in training."""
 
 import zlib
 from pathlib import Path
@@ -15,7 +15,7 @@ from thoughtbubbles.model.config import ModelConfig
 
 
 def windows_for(settings: Evaluation, config: ModelConfig, tokenizer: Tokenizer) -> Windows:
-    """Evenly spread over the split."""
+    """Windows spread evenly over the split."""
     check_tokens(settings, config)
     assert settings.data is not None
     _check_folder(settings.data)
@@ -24,7 +24,7 @@ def windows_for(settings: Evaluation, config: ModelConfig, tokenizer: Tokenizer)
     found = ValidationSet([source], rows=1, n_tokens=n_tokens, split=settings.split)
     if found.tokenizer != tokenizer.name:
         raise ValueError(
-            f"--data {source.path}: made with tokenizer {found.tokenizer!r}, but the model has learned the ids of "
+            f"--data {source.path}: made with tokenizer {found.tokenizer!r}, but the model was trained with "
             f"{tokenizer.name!r}: prepare the text with --tokenizer {tokenizer.name}"
         )
     found.check_vocab(config.vocab_size)
@@ -38,13 +38,13 @@ def windows_for(settings: Evaluation, config: ModelConfig, tokenizer: Tokenizer)
 
 
 def text_bytes(windows: Windows, tokenizer: Tokenizer) -> int:
-    """Bytes of UTF-8 that the targets spell; end-of-text spells none."""
+    """Number of UTF-8 bytes in the targets; end-of-text has none."""
     targets = windows.targets[windows.counted].tolist()
     return sum(len(tokenizer.token_bytes(token)) for token in targets if token != tokenizer.end_of_text)
 
 
 def checksum(windows: Windows) -> int:
-    """Of what is scored."""
+    """Checksum of everything that is scored."""
     value = 0
     for part in windows:
         value = zlib.crc32(part.contiguous().numpy().tobytes(), value)
@@ -54,12 +54,12 @@ def checksum(windows: Windows) -> int:
 def check_tokens(settings: Evaluation, config: ModelConfig) -> None:
     if settings.tokens is not None and settings.tokens > config.block_size:
         raise ValueError(
-            f"--tokens {settings.tokens}: the model reads at most block_size = {config.block_size} tokens; give no more"
+            f"--tokens {settings.tokens}: is more than the model's context length; give at most {config.block_size}"
         )
 
 
 def _check_folder(data: Path) -> None:
-    with named(f"--data {short_name(data)}", "give a folder that `thoughtbubbles prepare` wrote"):
+    with named(f"--data {short_name(data)}", "give a folder written by `thoughtbubbles prepare`"):
         is_file = data.is_file()
     if is_file:
         remedy = (

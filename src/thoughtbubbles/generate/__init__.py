@@ -1,1 +1,1 @@
-"""Thinking while writing: from a model to text."""
+"""Text generation: decoding with a KV cache, sampling, and the command."""

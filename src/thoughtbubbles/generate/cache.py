@@ -1,16 +1,16 @@
-"""The cache: what the tokens read so far leave behind for the next one, in storage for so many tokens (`grown`: more).
+"""The KV cache: what the next token needs of the tokens read so far, in storage of fixed capacity (`grown` adds more).
 
-With causal selection no decision is ever revised, so nothing here is ever recomputed: a token adds its streams and is
-done. The blocks between two fork layers work on the same streams and form a span; a row's streams lie in the order of
-the tokens, without gaps:
+With causal selection no decision is ever revised, so nothing here is ever recomputed: each token only adds its streams.
+The blocks between two fork layers work on the same streams and form a span; a row's streams are in the order of the
+tokens, without gaps:
 
     span 0   a b c d · · ·              blocks 0 … 2, one stream per token           a' is a fork of a,
     span 1   a' a b c' c d · · ·        blocks 3 … 6, after the first fork layer  · an unused slot
     span 2   a' a b c″ c' c d · · ·     …
 
-A fork layer needs two things of the past to rank a new token: the levels of all earlier candidates, dropped ones too,
-and A_{t−1}, the streams kept so far. The second is the number of streams in the span. Behind the last slot of every row
-stands one more that nobody reads: what must not be kept is written there.
+To rank a new token, a fork layer needs the levels of all earlier candidates, including dropped ones, and A_{t−1}, the
+number of streams kept so far, which is the number of streams in the span. Every row has one extra slot at its end that
+is never read: values that must not be kept are written to it.
 """
 
 from collections.abc import Callable
@@ -28,18 +28,18 @@ from thoughtbubbles.model.streams import accumulation_dtype
 
 
 class Span(NamedTuple):
-    """Blocks that work on the same streams: those from one fork layer up to the next."""
+    """The cache of the blocks from one fork layer up to the next, which work on the same streams."""
 
     key: Float[Tensor, "L B N S H"]  # rotated
     value: Float[Tensor, "L B N S H"]  # attenuated
     log_score: Float[Tensor, "B S"]
     token: Int[Tensor, "B S"]
     used: Int[Tensor, "B"]  # streams so far; in a span after a fork layer this is A_{t−1}
-    level: Int[Tensor, "B C"] | None  # of every candidate of the fork layer in front; None where there is none
+    level: Int[Tensor, "B C"] | None  # of every candidate of the span's fork layer; None if it has none
 
 
 class Cache(NamedTuple):
-    """A value: steps return a new one. Its storage is shared, though, so going on from an old one needs a `clone`."""
+    """Steps return a new Cache, but they share its storage: to continue from an old one, `clone` it first."""
 
     spans: tuple[Span, ...]
     n_tokens: Int[Tensor, "B"]  # tokens read so far
@@ -53,7 +53,7 @@ class Cache(NamedTuple):
 
     def reorder(self, rows: Int[Tensor, "n"]) -> "Cache":
         """The given rows, in their order: to drop finished ones, repeat one for several samples, or follow beams."""
-        wanted = f"a tensor of numbers of rows, from 0 to {self.rows - 1}"
+        wanted = f"a tensor of row indices, from 0 to {self.rows - 1}"
         rows = whole_numbers("rows", rows, wanted)
         if rows.ndim != 1 or (rows.device.type == "cpu" and not all(0 <= row < self.rows for row in rows.tolist())):
             raise ValueError(f"rows = {brief(rows)}: give {wanted}")
@@ -64,7 +64,7 @@ class Cache(NamedTuple):
         return self._map(lambda tensor, _: tensor.clone())
 
     def crop(self, n_tokens: "int | Int[Tensor, 'B']") -> "Cache":
-        """As it was when each row had at most so many tokens, at least one."""
+        """The cache as it was when each row had at most `n_tokens` tokens (at least one)."""
         right = "a whole number of 1 or more, or one for each row; a row keeps at least its first token"
         wanted = whole_numbers("n_tokens", n_tokens, right).to(self.n_tokens.device)
         if wanted.shape not in ((), (self.rows,)) or bool((wanted < 1).any()):
@@ -78,7 +78,7 @@ class Cache(NamedTuple):
         return Cache(tuple(spans), keep, self.numerator, self.denominator, self.capacity)
 
     def streams(self, n_tokens: int) -> Int[Tensor, "B T"]:
-        """How many streams each of the first tokens has in the last span; 0 past a row's end."""
+        """The number of streams of each of the first tokens, in the last span; 0 past a row's end."""
         if not is_whole(n_tokens) or not 0 <= n_tokens <= MOST["block_size"]:
             raise ValueError(f"n_tokens = {brief(n_tokens)}: give a whole number, such as {self.capacity}")
         last = self.spans[-1]
@@ -98,7 +98,7 @@ class Cache(NamedTuple):
         )
 
     def fits(self, config: ModelConfig, weight: Tensor) -> bool:
-        """Whether it can be that of a model with this config and these weights, as far as shapes tell."""
+        """Whether it can belong to a model with this config and these weights, judging by shapes."""
         starts = sorted({0, *config.fork_layers})
         return (
             self.capacity <= config.block_size
@@ -115,14 +115,14 @@ class Cache(NamedTuple):
         )
 
     def grown(self, config: ModelConfig, capacity: int) -> "Cache":
-        """All that it holds, in new storage for `capacity` tokens per row; the slot that nobody reads stays behind.
+        """The same contents in new storage for `capacity` tokens per row; the slot that is never read is not copied.
 
-        The budgets size that storage, so a GPU has to be waited for in any case.
+        The budgets determine the size of that storage, so this synchronises with a GPU in any case.
         """
         held = int(self.n_tokens.max())
         if not is_whole(capacity) or not held <= capacity <= config.block_size:
             raise ValueError(
-                f"capacity = {brief(capacity)}: give a whole number from {held}, the tokens that it holds, "
+                f"capacity = {brief(capacity)}: give a whole number from {held}, the tokens in the cache, "
                 f"to block_size = {config.block_size}"
             )
         budget = Budget(tuple(self.numerator.tolist()), tuple(self.denominator.tolist()))
@@ -139,7 +139,7 @@ class Cache(NamedTuple):
         return self._replace(spans=tuple(spans), capacity=capacity)
 
     def memory(self) -> "CacheMemory":
-        """What the storage takes, counted on the tensors themselves; `cache_memory` predicts it."""
+        """The size of the storage, counted on the tensors themselves; `cache_memory` predicts it."""
         bytes_of = lambda *names: sum(  # noqa: E731
             t.untyped_storage().nbytes() for span in self.spans for n in names if (t := getattr(span, n)) is not None
         )
@@ -153,7 +153,7 @@ class Cache(NamedTuple):
         )
 
     def _map(self, change: Callable[[Tensor, int], Tensor]) -> "Cache":
-        """`change(tensor, dimension of the rows)` of every tensor."""
+        """Applies `change(tensor, batch dimension)` to every tensor."""
         spans = [
             Span(
                 key=change(span.key, 1),
@@ -175,12 +175,12 @@ class Cache(NamedTuple):
 
 
 class CacheMemory(NamedTuple):
-    """Bytes, by what they are for."""
+    """Bytes by purpose."""
 
     keys: int
     values: int
     streams: int  # log score and token of each stream
-    levels: int  # candidates, for the rolling selection
+    levels: int  # of candidates, for causal selection
     counts: int
 
     @property
@@ -194,12 +194,12 @@ class CacheMemory(NamedTuple):
 
 class SpanShape(NamedTuple):
     layers: int
-    slots: int  # streams that a row can have, without the slot that nobody reads
-    candidates: int  # of the fork layer in front; 0 where there is none
+    slots: int  # streams that a row can have, without the slot that is never read
+    candidates: int  # of the span's fork layer; 0 if it has none
 
 
 def span_shapes(config: ModelConfig, *, capacity: int, budget: Budget) -> list[SpanShape]:
-    """Storage for any row of `capacity` tokens under the largest of the budgets."""
+    """Shapes that suffice for any row of `capacity` tokens under the largest of the budgets."""
     rule = Rule("causal", budget)
     starts = sorted({0, *config.fork_layers})
     slots, shapes = config.copies * capacity, []
@@ -214,7 +214,7 @@ def span_shapes(config: ModelConfig, *, capacity: int, budget: Budget) -> list[S
 def new_cache(
     config: ModelConfig, *, rows: int, capacity: int, budget: Budget, dtype: torch.dtype, device: torch.device | str
 ) -> Cache:
-    """Room for `rows` rows of `capacity` tokens, nothing read yet."""
+    """An empty cache for `rows` rows of `capacity` tokens."""
     spans = []
     for shape in span_shapes(config, capacity=capacity, budget=budget):
         slots = shape.slots + 1
@@ -236,7 +236,7 @@ def new_cache(
 
 
 def budget_of_rows(budget: Budget, rows: int, *, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Numerator and denominator of each row."""
+    """Numerator and denominator of each row's budget."""
     repeats = rows if budget.rows == 1 else 1
     return (
         torch.tensor(budget.numerator * repeats, device=device),
@@ -247,7 +247,7 @@ def budget_of_rows(budget: Budget, rows: int, *, device: torch.device | str) -> 
 def cache_memory(
     config: ModelConfig, *, rows: int, capacity: int, budget: Budget, dtype: torch.dtype = torch.bfloat16
 ) -> CacheMemory:
-    """The bytes of such a cache, without making it."""
+    """The size of such a cache, without allocating it."""
     shapes = span_shapes(config, capacity=capacity, budget=budget)
     vectors = rows * config.width * dtype.itemsize * sum(s.layers * (s.slots + 1) for s in shapes)
     return CacheMemory(

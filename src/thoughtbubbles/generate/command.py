@@ -1,7 +1,7 @@
-"""`thoughtbubbles generate`: text as it comes, on a terminal or into a pipe.
+"""`thoughtbubbles generate`: streams generated text to a terminal or a pipe.
 
-Standard output has the prompt and the text that continues it (below it the numbers of streams or their legend, if asked
-for), or one line of JSON; what is said about them goes to standard error.
+Standard output gets the prompt and its continuation (followed by the numbers of streams or a colour legend, if
+requested), or one line of JSON. Remarks and the summary go to standard error.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,15 @@ from thoughtbubbles.model.config import BudgetMode
 from thoughtbubbles.model.inputs import rule_of
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-DEVICES = ("cuda", "cpu")  # not mps: a draw is made in float64, which it lacks
+DEVICES = ("cuda", "cpu")  # not mps: sampling uses float64, which mps lacks
 APPROXIMATE = (
-    "This model selects over the whole row (block selection). The cache decides by the causal rule instead, an "
-    "approximation; `thoughtbubbles eval --tasks perplexity` measures what it costs."
+    "This model uses block selection, which ranks the full row. The KV cache uses the causal rule instead, an "
+    "approximation; `thoughtbubbles eval --tasks perplexity` measures its effect."
 )
 
 
 def read_prompt(given: str) -> str:
-    """The prompt of the command line; for "-" that of standard input, less one newline at its end."""
+    """The prompt from the command line, or for "-" from standard input, without one trailing newline."""
     if given != "-":
         text = os.fsencode(given).decode(errors="replace")
     elif sys.stdin.isatty():
@@ -47,7 +47,7 @@ def read_prompt(given: str) -> str:
         try:
             text = sys.stdin.buffer.read().decode().removesuffix("\n")
         except UnicodeDecodeError as error:
-            raise ValueError(f"the prompt on standard input is no UTF-8 text ({error}): convert it first") from None
+            raise ValueError(f"the prompt on standard input is not UTF-8 text ({error}): convert it first") from None
     if not text:
         raise ValueError("the prompt is empty: give at least one character to continue")
     return text
@@ -55,13 +55,13 @@ def read_prompt(given: str) -> str:
 
 @dataclass(frozen=True)
 class Reader:
-    """A model opened for one request, and how it reads tokens."""
+    """A model loaded for one request, and how it decodes."""
 
     folder: Path
     model: Thoughtbubbles
     tokenizer: Tokenizer
     request: Request
-    prompt: list[int]
+    prompt: list[int]  # the request's prompt as ids: it is tokenized once
     method: Method
     budget_mode: BudgetMode | None
     compiled: bool
@@ -82,8 +82,8 @@ class Reader:
         tokenizer = load_folder_tokenizer(folder)
         if tokenizer is None:
             raise ValueError(
-                f"--checkpoint {folder} has no tokenizer.json, and without a tokenizer there is no text: save the "
-                "model with save_model(…, tokenizer=…)"
+                f"--checkpoint {folder} has no tokenizer.json, which text generation needs: save the model with "
+                "save_model(…, tokenizer=…)"
             )
         model = load(folder, device=device, dtype=dtype).eval()
         prompt = tokenizer.encode(str(request.prompt))
@@ -91,10 +91,10 @@ class Reader:
         return cls(folder, model, tokenizer, request, prompt, method, budget_mode, compiled)
 
     def start(self) -> Iterable[Token]:
-        """The tokens to come; whatever is wrong with the request is an error here."""
+        """The new tokens, as they are generated; a bad request raises ValueError here."""
         tokens = stream(
             self.model,
-            [self.request],
+            [replace(self.request, prompt=self.prompt)],
             tokenizer=self.tokenizer,
             method=self.method,
             budget_mode=self.budget_mode,
@@ -105,7 +105,7 @@ class Reader:
 
     @property
     def rule(self) -> dict[str, Any]:
-        """The options of the model's call under which it forks as it does here: the cache has a rule of its own."""
+        """Options of the model's forward under which it forks as it does here: the cache has its own rule."""
         by_cache = {"selection": "causal", "budget_mode": "proportional"}
         as_is = {"selection": None, "budget_mode": self.budget_mode}
         return {"budget": self.request.budget, **(by_cache if self.method == "cached" else as_is)}
@@ -121,7 +121,7 @@ class Reader:
         return float(Fraction(str(config.budget if asked is None else asked))) if config.fork_layers else None
 
     def settings(self) -> dict[str, Any]:
-        """For JSON."""
+        """The settings, for JSON."""
         config, weight = self.model.config, self.model.embedding.weight
         return {
             "checkpoint": str(self.folder),
@@ -139,7 +139,7 @@ class Reader:
 
 @dataclass
 class Written(Completion):
-    """A completion with its times, in seconds."""
+    """A completion with timings, in seconds."""
 
     prefill: float = 0.0  # until the first new token
     decode: float = 0.0  # from the first to the last
@@ -152,7 +152,7 @@ class Written(Completion):
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second, of all but the first."""
+        """Tokens per second, without the first token."""
         return (len(self.ids) - 1) / self.decode if len(self.ids) > 1 else None
 
 
@@ -168,7 +168,7 @@ def write(
     show_bubbles: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Writes what continues the request's prompt, and all that is said about it; `cli.generate` tells the options."""
+    """Writes the continuation of the request's prompt, and a summary; `cli.generate` documents the options."""
     device = find_device(device, among=DEVICES)
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
@@ -220,7 +220,7 @@ def _show_text(reader: Reader, tokens: Iterable[Token], written: Written, screen
 def _show_bubbles(
     reader: Reader, tokens: Iterable[Token], written: Written, screen: Screen, bubbles: BubblePrinter
 ) -> None:
-    """One token late: an event tells the streams of the token before."""
+    """Shows tokens one step late: each event has the number of streams of the token before."""
 
     def show() -> None:
         for text, streams in bubbles.ready():
@@ -244,7 +244,7 @@ def _show_bubbles(
 
 
 def described(reader: Reader, written: Written, bubbles: BubblePrinter | None) -> dict[str, Any]:
-    """For JSON."""
+    """The completion, for JSON."""
     top = [
         [{"id": i, "text": shown(reader.tokenizer, i), "log_prob": log_prob} for i, log_prob in likeliest]
         for likeliest in written.top
@@ -275,9 +275,9 @@ def top_table(tokenizer: Tokenizer, written: Written) -> Table:
 
 def summary(reader: Reader, written: Written) -> str:
     count, block = len(written.ids), reader.model.config.block_size
-    full = f"the model's block of {block} tokens is full"
+    full = f"the model's context of {block} tokens is full"
     why = {
-        "stop": "a stop string came",
+        "stop": "a stop string was generated",
         "end": "the model ended the text",
         "length": full if len(reader.prompt) + count == block else f"--max-new {count} is reached",
     }

@@ -1,10 +1,10 @@
-"""Reading token by token: `prefill` takes a prompt in parallel, `decode_step` one more token through the cache.
+"""Decoding: `prefill` reads a prompt in parallel, `decode_step` reads one more token with the KV cache.
 
     ids → embedding → [fork: rank against the levels of all earlier candidates → gather] block … → merge → logits
 
-Both run the model's own blocks, fork layers and head. A block is given another attention path: in `prefill` one that
-also keeps keys and values, in a step one that attends over the kept ones. A step's streams, the bubble of one token in
-each row, are a `Streams` of one token (token 0; unused slots are token 1), so all that is known of bubbles holds there.
+Both run the model's own blocks, fork layers and head, with another attention path: in `prefill` one that also caches
+keys and values, in a step one that attends over the cached ones. The streams of a step, the bubble of one token per
+row, are a `Streams` of one token (token 0; unused slots have token 1), so all functions for bubbles apply.
 """
 
 import math
@@ -36,10 +36,10 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 
 
 class Prediction(NamedTuple):
-    """Of the next token of each row."""
+    """The prediction of each row's next token."""
 
-    logits: Float[Tensor, "B V"]  # for a mixture of streams: its log-probabilities
-    streams: Int[Tensor, "B"]  # the size of the bubble that predicts
+    logits: Float[Tensor, "B V"]  # with merge="mixture": its log-probabilities
+    streams: Int[Tensor, "B"]  # the size of the bubble that predicts it
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def predict_uncached(
     selection: str | None = None,
     budget_mode: str | None = None,
 ) -> Prediction:
-    """Reads all of every row anew: no cache, and exact for every rule, also for one that revises its decisions."""
+    """Reads every row from its beginning, without a cache: exact for every rule, also one that revises decisions."""
     options = {"lengths": lengths, "budget": budget, "selection": selection, "budget_mode": budget_mode}
     out = model(ids, want=("next_logits",), **options)
     last = torch.full((ids.shape[0],), ids.shape[1]) if lengths is None else torch.as_tensor(lengths)
@@ -68,12 +68,12 @@ def prefill(
     capacity: int | None = None,
     into: Cache | None = None,
 ) -> tuple[Prediction, Cache]:
-    """Reads prompts in parallel, under the causal rule; what they predict, and the cache to go on from.
+    """Reads prompts in parallel, under the causal rule. Returns their prediction, and the cache to continue from.
 
-    lengths   real tokens of each row, if rows are padded on the right
-    budget    streams per token in place of the config's: a number, or one for each row
-    capacity  tokens that a row has room for, the model's block size by default; `Cache.grown` makes more room
-    into      a cache whose storage is used again in place of new storage; what it held is gone
+    lengths   real tokens per row, if rows are padded on the right
+    budget    streams per token, overrides the config: one number, or one per row
+    capacity  the most tokens in a row, by default the context length (`block_size`); `Cache.grown` can raise it
+    into      a cache whose storage is reused; its contents are lost
     """
     given = inputs.check(
         model.config,
@@ -92,7 +92,7 @@ def prefill(
     capacity = into.capacity if into is not None else model.config.block_size if capacity is None else capacity
     if not is_whole(capacity) or not ids.shape[1] <= capacity <= model.config.block_size:
         raise ValueError(
-            f"capacity = {brief(capacity)}: give from {ids.shape[1]}, the tokens of the prompts, "
+            f"capacity = {brief(capacity)}: give a number from {ids.shape[1]}, the tokens of the prompts, "
             f"to block_size = {model.config.block_size}"
         )
     rows, weight, budgets = ids.shape[0], model.embedding.weight, given.rule.budget
@@ -142,7 +142,7 @@ def _fill(model: Thoughtbubbles, given: inputs.Inputs, cache: Cache) -> tuple[Pr
 def decode_step(
     model: Thoughtbubbles, cache: Cache, ids: Int[Tensor, "B"], *, active: Bool[Tensor, "B"] | None = None
 ) -> tuple[Prediction, Cache]:
-    """Reads one more token of each row; rows that are not `active` are left as they are, and predict nonsense."""
+    """Reads one more token per row. Rows that are not `active` stay unchanged, and their prediction is meaningless."""
     _check_cache("cache", cache, model)
     if not isinstance(ids, Tensor):
         raise ValueError(f"ids is a {type(ids).__name__}: give a tensor of one id for each of {cache.rows} rows")
@@ -161,7 +161,7 @@ def decode_step(
     if bool((active & (cache.n_tokens >= cache.capacity)).any()):
         raise ValueError(
             f"the cache is full: its rows hold {cache.capacity} tokens (block_size = {model.config.block_size}); "
-            "positions past the block were never trained, so a row cannot slide on: stop, or begin a new one"
+            "positions past block_size were never trained, so there is no sliding window: stop, or start a new row"
         )
     return advance(model, cache, torch.where(active, ids, 0), active)
 
@@ -177,11 +177,11 @@ def _check_cache(name: str, cache: Cache, model: Thoughtbubbles) -> None:
 
 
 class View(NamedTuple):
-    """What the blocks of a span need to know of a step: the new streams, and the kept ones that they look at."""
+    """What the blocks of a span need in a step: the new streams, and the cached ones that they attend to."""
 
     layout: Layout
-    place: Int[Tensor, "B W"]  # where each new stream is kept
-    used: Int[Tensor, "B"]  # how many are kept already; new stream i looks at the slots up to used + i
+    place: Int[Tensor, "B W"]  # the slot of each new stream
+    used: Int[Tensor, "B"]  # streams cached before; new stream i attends to the slots up to used + i
     key_bias: Float[Tensor, "B S"] | None
 
 
@@ -201,9 +201,9 @@ def enter(
     active: Bool[Tensor, "B"],
     width: int | None,
 ) -> tuple[Streams, View, Int[Tensor, "B"]]:
-    """Into span `index`, through the fork layer in front of it, if there is one; how many streams it then has.
+    """Enters span `index`, through its fork layer if it has one. Also returns how many streams the span then has.
 
-    All that describes the new streams is kept here; their keys and values follow in each block.
+    Caches log scores, tokens and levels of the new streams; each block then caches their keys and values.
     """
     span, n_tokens = cache.spans[index], cache.n_tokens
     if fork is not None:
@@ -213,7 +213,7 @@ def enter(
         rule = NextToken(span.level, n_earlier, span.used, cache.next_cap(), most if width is None else width)
         added = 2 * (streams.token == 0).sum(1) * active
         streams, record = fork(streams, n_earlier, n_tokens=1, rule=rule)
-        _append(span.level, n_earlier, added, record.level)  # of the dropped ones too
+        _append(span.level, n_earlier, added, record.level)  # of dropped candidates too
         streams = _trimmed(streams) if width is None else streams
     added = (streams.token == 0).sum(1) * active
     _append(span.log_score, span.used, added, streams.log_score)
@@ -230,7 +230,7 @@ def enter(
 
 
 def _append(storage: Tensor, begin: Int[Tensor, "B"], n: Int[Tensor, "B"], values: Tensor) -> None:
-    """Writes the first n values of each row after what it has."""
+    """Writes the first n values of each row into its slots from `begin` on."""
     index = torch.arange(storage.shape[1], device=storage.device) - begin[:, None]
     inside = (index >= 0) & (index < n[:, None])
     new = values.to(storage.dtype).gather(1, index.clamp(0, values.shape[1] - 1))
@@ -240,7 +240,7 @@ def _append(storage: Tensor, begin: Int[Tensor, "B"], n: Int[Tensor, "B"], value
 def run_blocks(
     blocks: Sequence[nn.Module], x: Float[Tensor, "B W D"], span: Span, view: View, seen: int
 ) -> Float[Tensor, "B W D"]:
-    """The blocks of a span, over its first `seen` slots."""
+    """Runs the blocks of a span over its first `seen` slots."""
     slot, own = (torch.arange(n, device=x.device) for n in (seen, x.shape[1]))
     visible = slot <= view.used[:, None, None, None] + own[:, None]
     bias = torch.zeros_like(span.log_score) if view.key_bias is None else view.key_bias
@@ -257,7 +257,7 @@ def cached_attention(
     place: Int[Tensor, "B W"],
     mask: Float[Tensor, "B 1 W n"],
 ) -> AttentionPath:
-    """Keeps the new streams' keys and values, then attends over the first n slots; `mask` is added to the logits."""
+    """Caches the new streams' keys and values, then attends over the first n slots; `mask` is added to the logits."""
 
     def path(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         index = place[:, None, :, None].expand_as(k)
@@ -275,7 +275,7 @@ def next_logits(model: Thoughtbubbles, streams: Streams) -> Float[Tensor, "B V"]
 
 
 class Parts(NamedTuple):
-    """The parts of a step, so that faster ones can take their places."""
+    """The parts of a step, which faster ones can replace."""
 
     enter: Callable[..., tuple[Streams, View, Tensor]] = enter
     blocks: Callable[[Sequence[nn.Module], Tensor, Span, View, int], Tensor] = run_blocks
@@ -295,9 +295,9 @@ def advance(
     widths: Sequence[int] | None = None,
     parts: Parts = PLAIN,
 ) -> tuple[Prediction, Cache]:
-    """`decode_step` after input validation. The widest bubble of the batch sets a step's width.
+    """`decode_step` after input validation. The largest bubble of the batch sets a step's width.
 
-    With `widths`, one for each span, no value is looked at: every shape is known beforehand.
+    With `widths`, one per span, no tensor value is read: every shape is known in advance.
     """
     streams, spans = embed_next(model, ids), []
     for index, (start, span) in enumerate(zip(sorted({0, *model.config.fork_layers}), cache.spans, strict=True)):
@@ -314,6 +314,6 @@ def advance(
 
 
 def _trimmed(streams: Streams) -> Streams:
-    """No wider than the widest bubble of the batch."""
+    """Cuts off the slots beyond the largest bubble of the batch."""
     width = int((streams.token == 0).sum(1).max())
     return Streams(streams.x[:, :width], streams.log_score[:, :width], streams.token[:, :width])

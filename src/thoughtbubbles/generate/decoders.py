@@ -1,4 +1,4 @@
-"""Ways to read tokens: through the KV cache, without one, or through the cache with steps as CUDA graphs."""
+"""Decoders: with the KV cache, without a cache, or with the cache and steps as CUDA graphs."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -19,23 +19,23 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 
 @runtime_checkable
 class Decoder(Protocol):
-    """Reads batch after batch of prompts, and each of them token by token."""
+    """Reads one batch of prompts after another, each of them token by token."""
 
     def start(self, prompts: Sequence[Sequence[int]], budgets: Sequence[Number]) -> Prediction:
         """Reads the prompts."""
 
     def step(self, ids: Tensor) -> Prediction:
-        """Reads one more token of each row."""
+        """Reads one more token per row."""
 
     def keep(self, rows: Tensor) -> None:
-        """Goes on with these rows only, in this order."""
+        """Continues with these rows only, in this order."""
 
 
-AT_FIRST = 1024  # tokens of a row that the cache has room for before it grows
+AT_FIRST = 1024  # initial capacity of the cache, in tokens per row
 
 
 class Cached:
-    """`capacity` is the number of tokens that a row can come to have; storage for that many is made as they come."""
+    """`capacity` is the most tokens that a row can reach; the storage of the cache grows with the tokens."""
 
     def __init__(self, model: Thoughtbubbles, *, capacity: int):
         self.model, self.capacity = model, capacity
@@ -50,7 +50,7 @@ class Cached:
 
     def step(self, ids: Tensor) -> Prediction:
         assert self.cache is not None
-        self._longest += 1  # or less, if the longest row was dropped; known without asking a GPU
+        self._longest += 1  # an upper bound, if the longest row was dropped; does not synchronise with a GPU
         if self.cache.capacity < min(self._longest, self.capacity):
             self.cache = self.cache.grown(self.model.config, min(self.capacity, 2 * self.cache.capacity))
         prediction, self.cache = decode_step(self.model, self.cache, ids)
@@ -89,7 +89,7 @@ class Uncached:
 
 
 class Graphed:
-    """`Cached` with steps replayed as CUDA graphs, over storage that serves every batch."""
+    """`Cached` with steps replayed as CUDA graphs, over storage that all batches share."""
 
     def __init__(self, model: Thoughtbubbles, *, rows: int, capacity: int, budgets: Sequence[Number]):
         self.model = model
@@ -106,7 +106,7 @@ class Graphed:
 
     def start(self, prompts: Sequence[Sequence[int]], budgets: Sequence[Number]) -> Prediction:
         n, rows = len(prompts), self.cache.rows
-        idle = rows - n  # rows that this batch does not need read one token
+        idle = rows - n  # rows that this batch does not need get one token
         ids, lengths = padded([*prompts, *([[0]] * idle)], device=self.cache.n_tokens.device)
         budget = Budget.of([*budgets, *([1] * idle)])
         prediction, filled = prefill(self.model, ids, lengths=lengths, budget=budget, into=self.cache)
@@ -126,7 +126,7 @@ class Graphed:
         return Prediction(*(part[self._rows] for part in self._step()))
 
     def keep(self, rows: Tensor) -> None:
-        """Rows never move: those that are left keep their order."""
+        """Rows never move: the remaining ones keep their order."""
         self._rows = self._rows[rows]
         self._step.active.zero_()
         self._step.active[self._rows] = True
@@ -135,20 +135,20 @@ class Graphed:
 def check_fits(need: int, *, free: int, rows: int, capacity: int) -> None:
     if need > free:
         raise ValueError(
-            f"compiled steps need the whole cache at once: {rows} rows of {capacity:,} tokens take {need / 2**30:,.1f} "
-            f"GiB, and {free / 2**30:,.1f} GiB are free. Ask for fewer new tokens (max_new), for fewer rows at a time, "
-            "or decode without compiling, where the cache grows as tokens come"
+            f"compiled steps need the full cache in advance: {rows} rows of {capacity:,} tokens take "
+            f"{need / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free. Ask for fewer new tokens (max_new), for "
+            "fewer rows at a time, or decode without compiling, where the cache grows with the tokens"
         )
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes: what the GPU has left, and what torch holds of it without using it."""
+    """Free bytes on the GPU, including memory that torch has reserved but does not use."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def padded(prompts: Sequence[Sequence[int]], *, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """On the right. Through numpy: torch takes lists of lists apart very slowly."""
+    """Pads prompts on the right. Uses NumPy, since torch converts nested lists very slowly."""
     lengths = [len(prompt) for prompt in prompts]
     ids = np.zeros((len(lengths), max(lengths)), dtype=np.int64)
     for row, prompt in zip(ids, prompts, strict=True):

@@ -1,9 +1,9 @@
-"""A step as CUDA graphs: every shape fixed, the small parts compiled, the blocks on kernels made for few rows.
+"""A decoding step as CUDA graphs: all shapes fixed, the small parts compiled, the blocks on kernels for few rows.
 
 On a GPU a step is hundreds of small kernels, and launching them one by one takes longer than running them. A graph
-replays many at once. It needs fixed addresses and shapes: the cache is allocated once at full capacity, and every
-bubble has the largest width that the budgets and the fork layers allow (1, 2, 4, 8 with three). That costs little: a
-step's time is that of reading the weights, once for all streams.
+replays many in one launch. It needs fixed addresses and shapes: the cache is allocated once at full capacity, and every
+bubble has the largest width that the budgets and the fork layers allow (1, 2, 4, 8 with three). That costs little: most
+of a step's time goes into reading the weights, once for all streams.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ WIDEST = 16  # four fork layers
 
 
 def fast_blocks(blocks: Sequence[Any], x: Tensor, span: Span, view: View, seen: int) -> Tensor:
-    """`run_blocks` on the kernels of kernels/decode.py, which read the used slots only."""
+    """`run_blocks` on the kernels of kernels/decode.py, which read only the used slots."""
     from thoughtbubbles.kernels.decode import add_norm, attend, linear, partial_linear
 
     batch, width, channels = x.shape
@@ -44,7 +44,7 @@ def fast_blocks(blocks: Sequence[Any], x: Tensor, span: Span, view: View, seen: 
 
 
 def has_kernels(model: Thoughtbubbles) -> bool:
-    """Kernels for a decoding step have our attention and our GELU, not the authors'."""
+    """Whether the decoding kernels support this model: they have our attention and GELU, not the authors'."""
     weight, config = model.embedding.weight, model.config
     is_available = kernels.for_decoding(weight.device, weight.dtype, width=config.width, head_size=config.head_size)
     return is_available and config.form == OURS
@@ -57,20 +57,20 @@ def fast_parts(*, on_kernels: bool) -> Parts:
 
 
 class GraphStep:
-    """Replays a step over a cache that it owns: fill `ids` and `active`, call, and read what comes back.
+    """Replays a step over a cache that it owns: fill `ids` and `active`, call, and read the returned prediction.
 
-    The returned tensors are the graph's own, and the next call overwrites them. A step is cut into one graph per span:
-    a long one takes a while to start, and so the later ones are launched while the first runs.
+    The returned tensors are the graph's own, and the next call overwrites them. A step is split into one graph per
+    span: a long graph takes a while to launch, and this way the later ones are launched while the first runs.
     """
 
     def __init__(self, model: Thoughtbubbles, cache: Cache, *, most: int):
-        """`most`: streams that a bubble can have at the most under the budgets."""
+        """`most`: the most streams that a bubble can have under the budgets."""
         self.model, self.cache = model, cache
         self.widths = widths_within(model.config, most)
         if max(self.widths) > WIDEST:
             raise ValueError(
                 f"with {len(model.config.fork_layers)} fork layers a compiled step is {max(self.widths)} streams wide, "
-                f"and beyond {WIDEST} that takes far longer than what a token really needs: decode without compiling"
+                f"and beyond {WIDEST} that takes far longer than a token needs: decode without compiling"
             )
         fast = fast_parts(on_kernels=has_kernels(model))
         self._blocks, self.parts = fast.blocks, Parts(fast.enter, self._blocks_and_cut, fast.logits)
@@ -80,7 +80,7 @@ class GraphStep:
         self._pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        # Every span, batch size and model is a shape of its own, and none may fall back to running uncompiled.
+        # Every span, batch size and model compiles separately, and none may fall back to running uncompiled.
         with torch.cuda.stream(stream), torch._dynamo.config.patch(recompile_limit=1024):
             for _ in range(2):
                 self._step()  # compiles; with no active row it changes nothing
@@ -112,13 +112,13 @@ class GraphStep:
         cache = self.cache
         prediction, after = advance(self.model, cache, self.ids, self.active, widths=self.widths, parts=self.parts)
         for span, new in zip(cache.spans, after.spans, strict=True):
-            torch.add(new.used, 0, out=span.used)  # a kernel: a copy would be a node of a slower kind
+            torch.add(new.used, 0, out=span.used)  # a kernel: a copy would be a slower kind of node
         torch.add(after.n_tokens, 0, out=cache.n_tokens)
         return prediction
 
 
 def widths_within(config: ModelConfig, most: int) -> tuple[int, ...]:
-    """The width of a step in each span, if no bubble has more than `most` streams: a power of two."""
+    """The width of a step in each span, a power of two, if no bubble has more than `most` streams."""
     bound = 1 << (max(most, 1) - 1).bit_length()
     forks_passed = range(1 if config.fork_layers[:1] == (0,) else 0, len(config.fork_layers) + 1)
     return tuple(min(config.copies * 2**n, max(bound, config.copies)) for n in forks_passed)

@@ -1,9 +1,9 @@
 """Requests in, completions out: prompts of different lengths, budgets and settings in one batch.
 
-    check each request → prefill the batch → [pick a token per row → hand it out → drop finished rows → step] …
+    check each request → prefill the batch → [pick a token per row → yield it → drop finished rows → step] …
 
-A row's text depends on its own request alone. How tokens are read is a `Decoder`'s business: through the cache (exact
-for causal selection), or without a cache by reading all of every row again (exact for any rule, and slow).
+A row's text depends on its own request only. A `Decoder` reads the tokens: with the KV cache (exact for causal
+selection), or without a cache by reading every row again for each token (exact for any rule, but slow).
 """
 
 import math
@@ -31,34 +31,34 @@ DRAWS_AT_ONCE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt and all that is wanted of it."""
+    """A prompt, and the settings for its completion."""
 
     prompt: str | Sequence[int]
     """Text (with a tokenizer) or ids; at least one token."""
     max_new: int | None = None
-    """New tokens at most; None: until the row has block_size tokens."""
+    """Maximum number of new tokens; None: until the row has block_size tokens."""
     budget: Number | None = None
-    """Streams per token, 1 or more (as many as the fork layers can make, or more: no limit); None: the model's own."""
+    """Streams per token, at least 1 (with n fork layers, 2^n or more means no limit); None: the model's own."""
     sampling: Sampling = field(default_factory=Sampling)
     """How tokens are drawn."""
     stop: tuple[str, ...] = ()
-    """Texts that end the completion; they are not part of it."""
+    """Stop strings: they end the completion and are not part of it."""
     end_ids: tuple[int, ...] | None = None
     """Tokens that end the completion; None: the tokenizer's end of text, if there is a tokenizer."""
     top: int = 0
-    """How many of the likeliest tokens to report at each place, with their log-probabilities."""
+    """How many of the most likely tokens to report at each position, with their log-probabilities."""
 
 
 class Token(NamedTuple):
-    """One new token of one request, as it comes."""
+    """One new token of one request."""
 
-    request: int  # its number in the batch
+    request: int  # its index in the batch
     id: int
-    log_prob: float  # the model's own, before penalty, temperature and cuts
-    top: tuple[tuple[int, float], ...]  # the likeliest tokens
-    streams: int  # size of the bubble, that of the token before, which predicted this one
-    text: str  # what can be shown now; "" where a character or a stop string may still be under way
-    finish: Finish | None  # why this is the last one
+    log_prob: float  # the model's own, before penalty, temperature and truncation
+    top: tuple[tuple[int, float], ...]  # the most likely tokens
+    streams: int  # size of the bubble that predicted this token, which is the bubble of the token before
+    text: str  # what can be shown now; "" while a character or a possible stop string is incomplete
+    finish: Finish | None  # why this is the last token
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Completion:
     text: str | None = None  # without a stop string or end of text; None without a tokenizer
     log_probs: list[float] = field(default_factory=list)
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
-    streams: list[int] = field(default_factory=list)  # of the token that predicted each new one
+    streams: list[int] = field(default_factory=list)  # of the bubble that predicted each token
     finish: Finish | None = None
     error: str | None = None  # what was wrong with the request, if anything
 
@@ -93,16 +93,16 @@ def generate(
     compiled: bool = False,
     finished: Callable[[int, Completion], object] = lambda number, completion: None,
 ) -> list[Completion]:
-    """One completion for each request.
+    """Returns one completion per request.
 
-    method       "cached" or "uncached"; by default whichever is exact: cached for models with causal selection (and
-                 without forks), uncached for block selection, where the cache with the causal rule approximates
-    budget_mode  "proportional" or "fixed" in place of the config's; fixed needs block selection and "uncached"
-    batch_size   requests at a time; those of like lengths go together
-    on_error     what a bad request does. "raise": a ValueError before any work. "return": its completion has the
-                 `error`, and all others are as they would be without it
+    method       "cached" or "uncached"; by default the exact one: cached for models with causal selection (or without
+                 forks), uncached for block selection, which the cache approximates by the causal rule
+    budget_mode  "proportional" or "fixed", overrides the config; fixed requires block selection and "uncached"
+    batch_size   requests per batch; requests of similar length are batched together
+    on_error     what happens to bad requests. "raise": a ValueError before any work. "return": their completions have
+                 an `error`, and all other requests are unaffected
     compiled     on a GPU: steps as CUDA graphs, many times faster after about twenty seconds of compiling
-    finished     is told the number of each request and its completion as soon as that is whole
+    finished     called with the index of each request and its completion as soon as that is complete
     """
     if not is_whole(batch_size) or batch_size < 1:
         raise ValueError(f"batch_size = {brief(batch_size)}: give a whole number of 1 or more")
@@ -110,11 +110,10 @@ def generate(
         raise ValueError(f"on_error = {brief(on_error)}: choose 'raise' or 'return'")
     if not callable(finished):
         raise ValueError(f"finished = {brief(finished)}: give a function of a number and a Completion")
-    problems = _problems(model.config, requests, tokenizer)
+    good, errors = _checked(model.config, requests, tokenizer)
     if on_error == "raise":
-        _refuse(problems)
-    done = [Completion(finish="error" if wrong else None, error=wrong) for wrong in problems]
-    good = [ActiveRequest(i, requests[i], model.config, tokenizer) for i, wrong in enumerate(problems) if not wrong]
+        _raise_first(errors)
+    done = [Completion(finish="error" if error else None, error=error) for error in errors]
     if not good:
         return done
     good.sort(key=lambda row: len(row.prompt))
@@ -137,36 +136,47 @@ def stream(
     budget_mode: BudgetMode | None = None,
     compiled: bool = False,
 ) -> Iterator[Token]:
-    """The tokens of all requests as they come, all requests in one batch; a bad one is a ValueError at once."""
-    _refuse(_problems(model.config, requests, tokenizer))
-    if not requests:
+    """Yields the tokens of all requests, in one batch, as they are generated; a bad request raises ValueError here."""
+    rows, errors = _checked(model.config, requests, tokenizer)
+    _raise_first(errors)
+    if not rows:
         return iter(())
-    rows = [ActiveRequest(number, request, model.config, tokenizer) for number, request in enumerate(requests)]
     decoder = _decoder(model, rows, method, budget_mode, rows=len(rows), compiled=compiled)
     return _run(decoder, rows, n_ids=_n_ids(model.config, tokenizer))
 
 
 def exact_method(config: ModelConfig) -> Method:
-    """Block selection revises its decisions, which no cache can follow."""
+    """The method that is not an approximation: block selection revises its decisions, so it cannot be cached."""
     return "cached" if config.is_causal else "uncached"
 
 
-def _problems(config: ModelConfig, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[str | None]:
+def _checked(
+    config: ModelConfig, requests: Sequence[Request], tokenizer: Tokenizer | None
+) -> tuple[list["ActiveRequest"], list[str | None]]:
+    """The good requests, and for every request what is wrong with it, if anything."""
     if not isinstance(requests, Sequence) or isinstance(requests, (str, bytes)):
         raise ValueError(f"requests is a {type(requests).__name__}: give a list of Request")
     if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
         raise ValueError(f"tokenizer = {brief(tokenizer)}: give a Tokenizer, such as data.tokenizer.tokenizer('gpt2')")
-    return [problem(config, request, tokenizer) for request in requests]
+    good: list[ActiveRequest] = []
+    errors: list[str | None] = []
+    for number, request in enumerate(requests):
+        try:
+            good.append(ActiveRequest(number, request, check(config, request, tokenizer), config, tokenizer))
+            errors.append(None)
+        except ValueError as error:
+            errors.append(str(error))
+    return good, errors
 
 
-def problem(config: ModelConfig, request: Request, tokenizer: Tokenizer | None) -> str | None:
-    """What is wrong with a request, in words that say what to do."""
+def check(config: ModelConfig, request: Request, tokenizer: Tokenizer | None) -> list[int]:
+    """Validates a request and returns its prompt as ids. A ValueError says what is wrong and what to do."""
     if wrong_kind := _kind_problem(request, _n_ids(config, tokenizer)):
-        return wrong_kind
+        raise ValueError(wrong_kind)
     if tokenizer is None and (isinstance(request.prompt, str) or request.stop):
-        return "text needs a tokenizer: pass tokenizer=, or give the prompt as ids and no stop strings"
+        raise ValueError("text needs a tokenizer: pass tokenizer=, or give the prompt as ids and no stop strings")
     if tokenizer is not None and tokenizer.size > config.vocab_size:
-        return (
+        raise ValueError(
             f"the tokenizer {tokenizer.name!r} has {tokenizer.size} ids, the model {config.vocab_size}: "
             "use the one it was trained with"
         )
@@ -174,18 +184,24 @@ def problem(config: ModelConfig, request: Request, tokenizer: Tokenizer | None) 
     try:
         ids = _ids(request, tokenizer)
     except (TypeError, ValueError):
-        return f"prompt = {brief(request.prompt)} is neither text nor whole numbers: give a string, or a list of ids"
+        raise ValueError(
+            f"prompt = {brief(request.prompt)} is neither text nor whole numbers: give a string, or a list of ids"
+        ) from None
     if not ids:
-        return "the prompt is empty: give at least one token, for example the tokenizer's end of text"
+        raise ValueError("the prompt is empty: give at least one token, for example the tokenizer's end of text")
     if wrong := [i for i in ids if not 0 <= i < config.vocab_size]:
-        return f"the prompt has the id {brief(wrong[0])}: the vocabulary has ids from 0 to {config.vocab_size - 1}"
+        raise ValueError(
+            f"the prompt has the id {brief(wrong[0])}: the vocabulary has ids from 0 to {config.vocab_size - 1}"
+        )
     if len(ids) + (new := request.max_new or 1) > limit:
-        return (
+        raise ValueError(
             f"a prompt of {len(ids)} and {brief(new)} new tokens are more than block_size = {limit}, and "
-            "a row does not slide past it: "
+            "there is no sliding window: "
             + (f"ask for at most {limit - len(ids)}" if len(ids) < limit else f"shorten the prompt to {limit - 1}")
         )
-    return None if request.budget is None else budget_problem(config, request.budget)
+    if request.budget is not None and (wrong_budget := budget_problem(config, request.budget)):
+        raise ValueError(wrong_budget)
+    return ids
 
 
 def _kind_problem(request: Request, n_ids: int) -> str | None:
@@ -206,9 +222,9 @@ def _kind_problem(request: Request, n_ids: int) -> str | None:
 
 
 def budget_problem(config: ModelConfig, budget: Number) -> str | None:
-    """What is wrong with one budget. One that is larger than it need be is not: `budget_remark` tells of it."""
+    """What is wrong with a budget. A needlessly large one is not an error: `budget_remark` reports it."""
     if isinstance(budget, (list, tuple)):
-        return f"budget = {brief(budget)}: a request has one number"
+        return f"budget = {brief(budget)}: give one number per request"
     try:
         Budget.of(budget).check_range(config.block_size)
     except ValueError as error:
@@ -217,7 +233,7 @@ def budget_problem(config: ModelConfig, budget: Number) -> str | None:
 
 
 def budget_remark(config: ModelConfig, budget: Number) -> str | None:
-    """What a person who asked for this budget should know: that it is no limit, because nothing reaches it."""
+    """A remark for the user if this budget changes nothing or limits nothing."""
     if not config.fork_layers:
         return f"budget = {budget}: this model has no fork layers, so a budget changes nothing"
     if not config.is_unlimited(budget) or Budget.of(budget) == Budget.of(config.max_bubble):
@@ -226,14 +242,14 @@ def budget_remark(config: ModelConfig, budget: Number) -> str | None:
     return f"budget = {budget}: {layers} make at most {config.max_bubble} streams per token, so this is no limit"
 
 
-def _refuse(problems: Sequence[str | None]) -> None:
-    for number, wrong in enumerate(problems):
-        if wrong:
-            raise ValueError(f"request {number}: {wrong}" if len(problems) > 1 else wrong)
+def _raise_first(errors: Sequence[str | None]) -> None:
+    for number, error in enumerate(errors):
+        if error:
+            raise ValueError(f"request {number}: {error}" if len(errors) > 1 else error)
 
 
 def _n_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> int:
-    """Ids that may be generated: those that mean something."""
+    """The number of ids that may be generated: without the padding of the vocabulary, if the tokenizer is known."""
     return config.vocab_size if tokenizer is None else tokenizer.size
 
 
@@ -243,18 +259,19 @@ def _ids(request: Request, tokenizer: Tokenizer | None) -> list[int]:
         return tokenizer.encode(request.prompt)
     ids = request.prompt
     if isinstance(ids, (bytes, bytearray, memoryview, Mapping, Set)) or not hasattr(ids, "__len__"):
-        raise TypeError(ids)  # a generator, too, which can be read once only
+        raise TypeError(ids)  # also a generator, which can be read only once
     if any(isinstance(i, bool) for i in ids):
         raise TypeError(ids)
     return [operator.index(i) for i in ids]
 
 
 class ActiveRequest:
-    """A request on its way."""
+    """A request in progress."""
 
-    def __init__(self, number: int, request: Request, config: ModelConfig, tokenizer: Tokenizer | None):
-        self.number, self.request = number, request
-        self.prompt = _ids(request, tokenizer)
+    def __init__(
+        self, number: int, request: Request, prompt: list[int], config: ModelConfig, tokenizer: Tokenizer | None
+    ):
+        self.number, self.request, self.prompt = number, request, prompt
         self.budget = config.budget if request.budget is None else request.budget
         self.max_new = request.max_new or config.block_size - len(self.prompt)
         ends = request.end_ids if request.end_ids is not None else (tokenizer.end_of_text,) if tokenizer else ()
@@ -299,19 +316,19 @@ def _decoder(
         return Uncached(model, budget_mode=budget_mode)
     if config.fork_layers and (budget_mode or config.budget_mode) == "fixed" and config.selection == "causal":
         raise ValueError(
-            "a fixed budget looks at the whole block, so it goes with models of block selection only: "
-            "leave the budget mode out"
+            "a fixed budget applies to the full context, so it requires a model with block selection: "
+            "omit the budget mode"
         )
     if config.fork_layers and (budget_mode or config.budget_mode) == "fixed":
         raise ValueError(
-            "a fixed budget looks at the whole block, so no cache can follow it: use the method 'uncached' with "
+            "a fixed budget applies to the full context, so it cannot be cached: use the method 'uncached' with "
             "block selection, or the budget mode 'proportional'"
         )
     capacity = max(len(row.prompt) + row.max_new for row in all_rows)
     if not compiled:
         return Cached(model, capacity=capacity)
     if model.embedding.weight.device.type != "cuda":
-        raise ValueError("compiling needs a CUDA GPU: leave it out on other devices")
+        raise ValueError("compiling needs a CUDA GPU: do not compile on other devices")
     return Graphed(model, rows=rows, capacity=capacity, budgets=[row.budget for row in all_rows])
 
 
@@ -324,7 +341,7 @@ def _run(decoder: Decoder, rows: list[ActiveRequest], *, n_ids: int) -> Iterator
     )
     seen = _seen(rows, prediction) if settings.penalty is not None else None
     while True:
-        if (now := rows[0].n_new % DRAWS_AT_ONCE) == 0:  # rows of a batch are always equally far
+        if (now := rows[0].n_new % DRAWS_AT_ONCE) == 0:  # all rows of a batch have as many new tokens
             draws = _draws(rows, device)
         picked = pick(prediction.logits, settings, draws[:, now], n_ids=n_ids, seen=seen, n_top=n_top)
         facts, ids = _packed(picked, prediction), picked.id
@@ -344,14 +361,14 @@ def _run(decoder: Decoder, rows: list[ActiveRequest], *, n_ids: int) -> Iterator
 
 
 def _draws(rows: Sequence[ActiveRequest], device: torch.device) -> Tensor:
-    """Those of the next steps together: sending anything to a GPU waits until it has finished its work."""
+    """Random numbers for the next steps, sent together: sending data to a GPU waits until it has finished its work."""
     steps = range(rows[0].n_new, rows[0].n_new + DRAWS_AT_ONCE)
     draws = [[uniform(row.request.sampling.seed, step) for step in steps] for row in rows]
     return torch.tensor(draws, dtype=torch.float64, device=device)
 
 
 def _seen(rows: Sequence[ActiveRequest], prediction: Prediction) -> Tensor:
-    """Which tokens a row has already had."""
+    """Which tokens each row already contains."""
     seen = torch.zeros_like(prediction.logits, dtype=torch.bool)
     for i, row in enumerate(rows):
         seen[i, torch.tensor(row.prompt, device=seen.device)] = True
@@ -359,7 +376,7 @@ def _seen(rows: Sequence[ActiveRequest], prediction: Prediction) -> Tensor:
 
 
 def _packed(picked: Picked, prediction: Prediction) -> Tensor:
-    """All that the host wants to know as one tensor, so that it comes in one piece."""
+    """All results that the host needs, as one tensor, so that they take one transfer."""
     columns = [picked.id[:, None], picked.log_prob[:, None], prediction.streams[:, None]]
     return torch.cat([column.double() for column in (*columns, picked.top_id, picked.top_log_prob)], dim=1)
 
@@ -369,7 +386,7 @@ def _unpacked(
 ) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...], int]]:
     for (token, log_prob, streams, *top), row in zip(facts.tolist(), rows, strict=True):
         if math.isnan(log_prob):
-            raise ValueError("the model's logits are not numbers (NaN): are its weights?")
+            raise ValueError("the model's logits are not numbers (NaN): check its weights")
         n = len(top) // 2
         likeliest = tuple((int(i), p) for i, p in zip(top[:n], top[n:], strict=True))
         yield int(token), log_prob, likeliest[: row.request.top], int(streams)

@@ -1,10 +1,10 @@
-"""From logits to the next token: what may be drawn, and the draw.
+"""Sampling: from logits to the next token.
 
-    logits → ids that the tokenizer lacks out → repetition penalty → temperature → top-k → top-p → min-p → draw
+    logits → mask ids that the tokenizer lacks → repetition penalty → temperature → top-k → top-p → min-p → draw
 
 The steps, their order and their meaning are those of Hugging Face's `generate`, so equal settings give equal
-distributions. Every row has its own settings and its own seed, and a draw is a function of (seed, number of the new
-token) alone: what else is in the batch, or on which device it runs, plays no part.
+distributions. Every row has its own settings and its own seed, and a draw depends only on (seed, index of the new
+token), not on the rest of the batch or the device.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ from thoughtbubbles.model.budget import brief
 from thoughtbubbles.model.config import is_number, is_whole
 from thoughtbubbles.model.streams import at_least_float32
 
-HOTTEST = 1e6  # temperature: still far from where −inf / temperature is no number in float32
+HOTTEST = 1e6  # temperature: far below where −inf / temperature is NaN in float32
 ALL = 2**31  # top-k: more tokens than any vocabulary has
-SEEDS = range(-(2**63), 2**64)  # those that torch takes
+SEEDS = range(-(2**63), 2**64)  # the seeds that torch accepts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +31,17 @@ class Sampling:
     """How a request draws its tokens."""
 
     temperature: int | float = 1.0
-    """Divides the logits; 0 takes the likeliest token."""
+    """Divides the logits; 0 always takes the most likely token (greedy)."""
     top_k: int | None = None
-    """Only the k likeliest tokens."""
+    """Only the k most likely tokens."""
     top_p: int | float = 1.0
-    """Only the likeliest tokens that together have this probability."""
+    """Only the most likely tokens that together have this probability."""
     min_p: int | float = 0.0
-    """Only tokens with at least this share of the likeliest one's probability."""
+    """Only tokens with at least this fraction of the highest probability."""
     repetition_penalty: int | float = 1.0
-    """Makes tokens of the prompt and of the text so far less likely, from 1 (not at all) up."""
+    """Above 1: makes tokens of the prompt and of the text so far less likely. 1: no penalty."""
     seed: int = 0
-    """The same seed draws the same text, whatever else is in the batch."""
+    """The same seed gives the same text, whatever else is in the batch."""
 
     def __post_init__(self) -> None:
         top_k, top_p, min_p, penalty = self.top_k, self.top_p, self.min_p, self.repetition_penalty
@@ -50,14 +50,14 @@ class Sampling:
             (
                 "top_k",
                 top_k is None or (is_whole(top_k) and top_k >= 1),
-                "give a whole number from 1 on; leave it out for all tokens",
+                "give a whole number of 1 or more; leave it out for all tokens",
             ),
             ("top_p", is_number(top_p) and 0 < top_p <= 1, "give a probability above 0 and up to 1 (all tokens)"),
             ("min_p", is_number(min_p) and 0 <= min_p <= 1, "give a share from 0 (all tokens) to 1"),
             (
                 "repetition_penalty",
                 is_number(penalty) and 0.01 <= penalty <= 100,
-                "give from 0.01 to 100; 1 is none",
+                "give a number from 0.01 to 100; 1 means no penalty",
             ),
             ("seed", is_whole(self.seed) and self.seed in SEEDS, "give a whole number from -2^63 to 2^64 - 1"),
         ):
@@ -66,12 +66,12 @@ class Sampling:
 
 
 def is_temperature(value: object) -> bool:
-    """0, or such that dividing logits by it stays within float32."""
+    """0, or a number by which logits can be divided within the range of float32."""
     return isinstance(value, (int, float)) and is_number(value) and (value == 0 or 1e-3 <= value <= HOTTEST)
 
 
 class BatchSampling(NamedTuple):
-    """The settings of a batch, one column of numbers each; None where no row needs the step."""
+    """The settings of a batch, one column each; None where no row needs the step."""
 
     temperature: Float[Tensor, "B 1"]  # 1 for greedy rows
     greedy: Bool[Tensor, "B"]
@@ -101,7 +101,7 @@ class BatchSampling(NamedTuple):
 
 
 class Picked(NamedTuple):
-    """One token per row, with the model's own log-probabilities: before penalty, temperature and cuts."""
+    """One token per row, with the model's own log-probabilities: before penalty, temperature and truncation."""
 
     id: Int[Tensor, "B"]
     log_prob: Float[Tensor, "B"]
@@ -118,7 +118,7 @@ def pick(
     seen: Bool[Tensor, "B V"] | None = None,
     n_top: int = 0,
 ) -> Picked:
-    """Draws the next token. `draw` is a number in [0, 1) for each row; ids from `n_ids` on never occur."""
+    """Draws the next token. `draw` is one number in [0, 1) per row; ids from `n_ids` on are never drawn."""
     log_probs = at_least_float32(logits).log_softmax(-1)
     allowed = processed(at_least_float32(logits), rows, n_ids=n_ids, seen=seen)
     chosen = allowed.argmax(-1, keepdim=True)
@@ -131,7 +131,7 @@ def pick(
 def processed(
     logits: Float[Tensor, "B V"], rows: BatchSampling, *, n_ids: int, seen: Bool[Tensor, "B V"] | None = None
 ) -> Float[Tensor, "B V"]:
-    """Logits of what may be drawn; −inf elsewhere. At least one token is left."""
+    """Logits of the tokens that may be drawn; −inf elsewhere. At least one token remains."""
     if n_ids < logits.shape[1]:
         logits = logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= n_ids, -math.inf)
     if rows.penalty is not None:
@@ -147,15 +147,15 @@ def processed(
         probability = logits.softmax(-1)
         least = rows.min_p.to(logits.dtype) * probability.amax(-1, keepdim=True)
         logits = logits.masked_fill(probability < least, -math.inf)
-    return torch.where(rows.greedy[:, None], uncut, logits)  # the likeliest token is never cut, whatever stands beside
+    return torch.where(rows.greedy[:, None], uncut, logits)  # greedy rows are not truncated
 
 
 def _cut(logits: Float[Tensor, "B V"], rows: BatchSampling, n_ids: int) -> Float[Tensor, "B V"]:
-    """Top-k, and of what is left top-p: a token stays while those likelier than it have less than p together."""
+    """Top-k, then top-p: a token remains if all more likely tokens together have a probability below p."""
     ranked, order = logits.sort(dim=-1, descending=True, stable=True)
     if rows.top_k is not None:
         least = ranked.gather(1, (rows.top_k - 1).clamp(max=n_ids - 1))
-        ranked = ranked.masked_fill(ranked < least, -math.inf)  # equals of the k-th stay
+        ranked = ranked.masked_fill(ranked < least, -math.inf)  # ties with the k-th remain
     if rows.top_p is not None:
         probability = ranked.double().softmax(-1)
         likelier = probability.cumsum(-1) - probability
@@ -166,14 +166,14 @@ def _cut(logits: Float[Tensor, "B V"], rows: BatchSampling, n_ids: int) -> Float
 
 
 def _drawn(logits: Float[Tensor, "B V"], draw: Float[Tensor, "B"]) -> Int[Tensor, "B 1"]:
-    """The first token whose running probability exceeds the draw."""
+    """The first token whose cumulative probability exceeds the draw."""
     running = logits.double().softmax(-1).cumsum(-1)
     total = running[:, -1:]
     aim = torch.minimum(draw[:, None].double() * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(running, aim, right=True).clamp(max=logits.shape[1] - 1)  # NaN has no place
+    return torch.searchsorted(running, aim, right=True).clamp(max=logits.shape[1] - 1)  # for NaN
 
 
 def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) that only seed and index decide, on every machine alike."""
+    """A number in [0, 1) that depends only on seed and index, the same on every machine."""
     digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

@@ -1,4 +1,4 @@
-"""Text with its bubbles: every token in a colour that tells how many streams it has."""
+"""Text with its bubbles: the colour of a token shows its number of streams."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -13,9 +13,9 @@ from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.generate.text import TextStream
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-COLOURS = ("white", "green", "yellow", "dark_orange", "red")  # of 1, 2, 3, 4, and more streams
+COLOURS = ("white", "green", "yellow", "dark_orange", "red")  # for 1, 2, 3, 4, and more streams
 
-# A model may write anything; on a terminal, characters that would command it are only drawn.
+# A model may write anything: on a terminal, control characters are replaced by printable symbols.
 HARMLESS = {
     **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
     **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
@@ -28,12 +28,12 @@ def colour(streams: int) -> str:
 
 
 def shown(tokenizer: Tokenizer, token: int) -> str:
-    """A token by itself; half a character, as some tokens are, becomes a replacement character."""
+    """The text of one token; a token that is part of a character becomes a replacement character."""
     return "¶" if token == tokenizer.end_of_text else tokenizer.token_bytes(token).decode(errors="replace")
 
 
 def coloured(tokenizer: Tokenizer, ids: Iterable[int], streams: Iterable[int]) -> tuple[Text, str]:
-    """The text, and the numbers of streams below each other, where colours are lost."""
+    """The coloured text, and the numbers of streams as digits, for output without colours."""
     text, numbers = Text(), ""
     for token, count in zip(ids, streams, strict=True):
         word = shown(tokenizer, token)
@@ -43,7 +43,7 @@ def coloured(tokenizer: Tokenizer, ids: Iterable[int], streams: Iterable[int]) -
 
 
 def digits(text: str, streams: int) -> str:
-    """The number of streams below each character; a new line where the text has one."""
+    """The number of streams (at most 9) for each character; newlines are kept."""
     return "".join("\n" if character == "\n" else str(min(streams, 9)) for character in text)
 
 
@@ -57,7 +57,7 @@ def legend(model: Thoughtbubbles) -> Text:
 
 @torch.no_grad()
 def streams_per_token(model: Thoughtbubbles, ids: Sequence[int], **options: object) -> list[int]:
-    """Streams of each token after the last fork layer; `options` are those of the model's call."""
+    """Streams of each token after the last fork layer; `options` are passed to the model."""
     device = model.embedding.weight.device
     out = model(torch.tensor([list(ids)], device=device), trace=True, **options)
     if not out.forks:
@@ -67,15 +67,15 @@ def streams_per_token(model: Thoughtbubbles, ids: Sequence[int], **options: obje
 
 
 class BubblePrinter:
-    """Text with the streams of its tokens: each token's own number is known only when it has predicted the next one."""
+    """Text with the streams of its tokens. A token's number is known only when it has predicted the next token."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self.sizes: list[int] = []  # of the tokens, as far as known
-        self.digits = ""  # of what has been shown
+        self.sizes: list[int] = []  # streams of each token, as far as known
+        self.digits = ""  # for the text shown so far
         self._n_tokens = 0
         self._text = TextStream(tokenizer)
-        self._characters: deque[tuple[str, int]] = deque()  # that are not shown yet, and the token that completed each
-        self._released = 0  # how many of them are no part of a stop string
+        self._characters: deque[tuple[str, int]] = deque()  # not shown yet, with the token that completed each
+        self._released = 0  # how many of them are not part of a stop string
 
     def add(self, token: int, *, is_text: bool = True, is_last: bool = False) -> None:
         self._n_tokens += is_text
@@ -86,7 +86,7 @@ class BubblePrinter:
         self._released += n_characters
 
     def ready(self) -> list[tuple[str, int]]:
-        """What can be shown now, in pieces with their numbers of streams."""
+        """The text that can be shown now, in pieces with their numbers of streams."""
         pieces: list[tuple[str, int]] = []
         last = -1
         while self._released and self._characters and self._characters[0][1] < len(self.sizes):
@@ -100,7 +100,7 @@ class BubblePrinter:
 
 
 class Screen:
-    """Standard output, in colours where it has them, every piece at once. Silent: text is not shown."""
+    """Standard output, in colours if it supports them, without buffering. `silent`: text is not shown."""
 
     def __init__(self, *, silent: bool) -> None:
         self.console = Console(highlight=False)

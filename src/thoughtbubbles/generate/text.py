@@ -1,4 +1,4 @@
-"""Text as it comes: whole characters only, and nothing of a stop string before it is known not to be one."""
+"""Incremental decoding of tokens to text: complete characters only, and no part of what may become a stop string."""
 
 import codecs
 from collections.abc import Sequence
@@ -7,21 +7,21 @@ from thoughtbubbles.data.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Turns the tokens of one row into text that can be shown at once. `stopped` tells that a stop string has come."""
+    """Turns the tokens of one row into text that can be shown immediately. `stopped`: a stop string was generated."""
 
     def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = ()):
         self.tokenizer = tokenizer
         self.stop = tuple(stop)
         self.stopped = False
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._held = ""  # the end of the text so far, as long as it may begin a stop string
+        self._held = ""  # the end of the text so far, while it may be the start of a stop string
 
     def feed(self, token: int) -> str:
-        """The text that this token makes certain; the stop string and what follows it is left out."""
+        """The text that can be shown after this token, without a stop string and what follows it."""
         return self._advance(self._bytes.decode(self.tokenizer.token_bytes(token)))
 
     def finish(self) -> str:
-        """What was held back: half a stop string, or half a character (as a replacement character)."""
+        """The text held back: the start of a stop string, or half a character (as a replacement character)."""
         if self.stopped:
             return ""
         rest = self._advance(self._bytes.decode(b"", final=True))
@@ -42,5 +42,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` with which `stop` begins."""
+    """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,1 +1,1 @@
-"""Embassies: this model in other libraries' worlds. Each file needs the library it is named after."""
+"""Integrations: this model in other libraries. Each file needs the library it is named after."""

@@ -1,8 +1,8 @@
-"""Weights of the authors' JAX code (github.com/Jemoka/fork-xla, MIT): their names and layout to ours.
+"""Imports weights of the authors' JAX code (github.com/Jemoka/fork-xla, MIT): their names and layout, and ours.
 
 Their parameters are a tree of arrays, here with names joined by slashes. V vocabulary, D width, i the block:
 
-    wte                                  (V, D)        embedding.weight                  also the output table
+    wte                                  (V, D)        embedding.weight                  also the output projection
     blocks_i/ln_1/weight, bias           (D,)          blocks.i.attention_norm
     blocks_i/attn/c_attn/kernel, bias    (D, 3D)       blocks.i.attention.qkv            q, k, v; heads contiguous
     blocks_i/attn/c_proj/kernel, bias    (D, D)        blocks.i.attention.out
@@ -14,9 +14,9 @@ Their parameters are a tree of arrays, here with names joined by slashes. V voca
     blocks_i/fork_embedding              (D,)          forks.i.embedding
     ln_f/weight, bias                    (D,)          final_norm
 
-A kernel maps (in, out) there and (out, in) here, so each is transposed; nothing else changes. A model trained without
-biases has none of them in its tree, and zeros here. What their code computes differently from ours is the config's
-`authors_compat`.
+A kernel has shape (in, out) there and (out, in) here, so each is transposed; nothing else changes. A model trained
+without biases has none in its tree; here they are zeros. The config field `authors_compat` covers what their code
+computes differently from ours.
 """
 
 import json
@@ -71,8 +71,8 @@ def import_model(
 
     source       a checkpoint's folder, an .npz or .safetensors file, or the tree of arrays itself
     heads, block_size, budget
-                 attention heads, tokens of a row and streams per token, where no config.json tells them
-    budget_mode  what streams are counted on: each row's tokens, or always a full block
+                 attention heads, context length and streams per token, if no config.json has them
+    budget_mode  whether the cap scales with a row's tokens ("proportional"), or is always that of a full row ("fixed")
     """
     if isinstance(source, Mapping):
         checkpoint = Checkpoint(flatten(source, name="the tree"), {}, "the tree")
@@ -95,7 +95,7 @@ def import_model(
 
 
 def parameter_names(config: ModelConfig, *, has_biases: bool = True) -> dict[str, str]:
-    """Their name of each parameter of such a model, and ours."""
+    """The parameters of such a model: their names, mapped to ours."""
     names = dict(WHOLE)
     for i in range(config.n_layer):
         names |= {f"blocks_{i}/{theirs}": f"blocks.{i}.{ours}" for theirs, ours in BLOCK.items()}
@@ -107,7 +107,7 @@ def parameter_names(config: ModelConfig, *, has_biases: bool = True) -> dict[str
 def has_biases(checkpoint: Checkpoint) -> bool:
     told = checkpoint.settings.get("bias")
     if told is not None and not isinstance(told, bool):
-        raise ValueError(f"{checkpoint.name}: {CONFIG} says bias = {_shown(told)}: it is true or false")
+        raise ValueError(f"{checkpoint.name}: {CONFIG} says bias = {_shown(told)}: it must be true or false")
     return any(name.endswith("bias") for name in checkpoint.tensors) if told is None else told
 
 
@@ -121,7 +121,7 @@ def check_tensors(checkpoint: Checkpoint, names: Mapping[str, str], model: Thoug
         raise ValueError(f"{checkpoint.name} does not have the layout of the authors' code: {wrong}. See {GUIDE}")
 
 
-# The config: from the arrays where they tell it, else from the run's own settings, else from the caller.
+# The config: from the arrays where possible, else from the run's own settings, else from the caller.
 
 
 def find_config(
@@ -135,22 +135,22 @@ def find_config(
     tensors, settings, name = checkpoint
     if "wte" not in tensors or tensors["wte"].ndim != 2:
         shown = ", ".join(sorted(tensors)[:3])[:200] or "nothing"
-        raise ValueError(f"{name} has no table wte of shape (vocabulary, width), but {shown}: see {GUIDE}")
+        raise ValueError(f"{name} has no array wte of shape (vocabulary, width), but {shown}: see {GUIDE}")
     vocab_size, width = tensors["wte"].shape
     plan = find_plan(checkpoint)
     for key, found in (("vocab_size", vocab_size), ("n_embd", width)):
         if settings.get(key, found) != found:
             raise ValueError(f"{name}: {CONFIG} says {key} = {_shown(settings[key])}, but wte has {found}")
     n_head = _told(heads, settings.get("n_head"), f"{name}: the number of attention heads", "--heads")
-    n_tokens = _told(block_size, settings.get("block_size"), f"{name}: the tokens of a row", "--block-size")
+    n_tokens = _told(block_size, settings.get("block_size"), f"{name}: the context length", "--block-size")
     streams = _whole(settings.get("max_block_size"), f"{name}: {CONFIG} says max_block_size")
     known = None if streams is None else budget_for(streams, block_size=n_tokens)
     if "fork" not in plan:
-        known = budget = 2  # it has no say
+        known = budget = 2  # it has no effect
     method = settings.get("averaging_method", "residual")
     if not isinstance(method, str) or method not in MERGES:
         raise ValueError(
-            f"{name}: averaging_method = {_shown(method)} is in no JAX code of theirs; known: {tuple(MERGES)}"
+            f"{name}: averaging_method = {_shown(method)} is not in the authors' JAX code; known: {tuple(MERGES)}"
         )
     try:
         return ModelConfig(
@@ -172,7 +172,7 @@ def find_config(
 
 
 def find_plan(checkpoint: Checkpoint) -> list[str]:
-    """One word a block, `fork` where it has a fork layer."""
+    """One word per block, `fork` if it has a fork layer."""
     tensors, settings, name = checkpoint
     n_blocks = len({part.split("/")[0] for part in tensors if part.startswith("blocks_")})
     found = ["fork" if f"blocks_{i}/forking_score/kernel" in tensors else "regular" for i in range(n_blocks)]
@@ -180,14 +180,14 @@ def find_plan(checkpoint: Checkpoint) -> list[str]:
     if told is None:
         return found
     if not isinstance(told, list) or not all(isinstance(word, str) for word in told):
-        raise ValueError(f"{name}: {CONFIG} says plan = {_shown(told)}: it is a list with one word for each block")
+        raise ValueError(f"{name}: {CONFIG} says plan = {_shown(told)}: it must be a list with one word per block")
     if len(told) != n_blocks:
         raise ValueError(f"{name}: {CONFIG} has a plan of {len(told)} blocks, but there are arrays of {n_blocks}")
     return told
 
 
 def budget_for(streams: int, *, block_size: int) -> int | float:
-    """Streams per token, as a number of which a full block has `streams` and not one more."""
+    """Streams per token, as a number that gives a full row exactly `streams`, not one more."""
     if streams % block_size == 0:
         return streams // block_size
     ratio = streams / block_size
@@ -197,9 +197,9 @@ def budget_for(streams: int, *, block_size: int) -> int | float:
 
 
 def _told(given: Any, known: Any, what: str, option: str, *, most: int | None = MOST["block_size"]) -> Any:
-    """What the caller or their config says; a whole number up to `most`, if there is one."""
+    """The value given by the caller or by their config; an integer up to `most`, unless that is None."""
     if given is None and known is None:
-        raise ValueError(f"{what}: neither the arrays nor a {CONFIG} tell it; give {option}")
+        raise ValueError(f"{what}: neither the arrays nor a {CONFIG} have it; give {option}")
     if most is not None:
         known, given = _whole(known, f"{what}: {CONFIG} says", most), _whole(given, f"{what}: {option}", most)
     if given is not None and known is not None and given != known:
@@ -211,7 +211,7 @@ def _whole(value: Any, what: str, most: int = 2**40) -> int | None:
     if value is None or (is_whole(value) and 1 <= value <= most):
         found: int | None = value
         return found
-    raise ValueError(f"{what} {_shown(value)}: it is a whole number from 1 to {most:,}")
+    raise ValueError(f"{what} {_shown(value)}: it must be a whole number from 1 to {most:,}")
 
 
 def _shown(value: Any) -> str:

@@ -1,10 +1,10 @@
-"""Where checkpoints of the authors' JAX code lie: their Orbax folder, or a plain file with the same names.
+"""Reads checkpoints of the authors' JAX code: their Orbax folder, or a plain file with the same names.
 
     config.json      {"config": the arguments of the run, …}
     checkpoint/      the training state, written by Orbax: parameters, optimizer, step
-    params.npz       may stand in its place (or params.safetensors): the parameters alone, by slash- or dot-joined name
+    params.npz       or params.safetensors, in its place: only the parameters, by slash- or dot-joined name
 
-Orbax needs JAX. It is imported only where its folder is to be read; the guide has the few lines that make a plain file.
+Orbax needs JAX. It is imported only to read its folder; the guide shows the few lines that write a plain file.
 """
 
 import math
@@ -27,14 +27,14 @@ CONFIG, ORBAX = "config.json", "checkpoint"
 PLAIN = ("params.npz", "params.safetensors")
 GUIDE = "docs/guides/authors-checkpoints.md"
 GIVE = "give the folder of a checkpoint, or a file of its arrays"
-MOST_PACKED = 100  # times its own size that a file's arrays may claim; weights hardly shrink
-PIECE = 1 << 20  # bytes of an array that are unpacked at a time
+MOST_PACKED = 100  # the largest compression ratio that a file may claim; weights hardly compress
+PIECE = 1 << 20  # bytes of an array that are decompressed at a time
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 class Checkpoint(NamedTuple):
     tensors: dict[str, Tensor]  # by their names, slash-joined
-    settings: Mapping[str, Any]  # the arguments of their run; empty where no file tells them
+    settings: Mapping[str, Any]  # the arguments of their run; empty if there is no file
     name: str  # for messages
 
 
@@ -57,10 +57,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_settings(path: Path) -> Mapping[str, Any]:
-    """The arguments of their run, which their trainer keeps under `config`."""
+    """The arguments of their run, which their trainer stores under `config`."""
     if not path.exists():
         return {}
-    settings = read_object(path, remedy="mend it, or take it away and give options").get("config")
+    settings = read_object(path, remedy="fix it, or remove it and give options").get("config")
     if not isinstance(settings, dict):
         raise ValueError(f"{path} does not describe a run of the authors' code: it has no settings under 'config'")
     return settings
@@ -71,7 +71,7 @@ def read_file(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is not an .npz or .safetensors file: give one, or the folder of a checkpoint")
     try:
         arrays = read_npz(path) if path.suffix == ".npz" else read_safetensors(path)
-    except Exception as error:  # of very many kinds, where a packed file is damaged
+    except Exception as error:  # of very many kinds, if a compressed file is damaged
         told = " ".join(str(error).split())[:300]
         raise ValueError(f"{path} cannot be read ({told or type(error).__name__}): it is damaged") from None
     return flatten(arrays, name=str(path))
@@ -83,7 +83,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """What np.load gives, but nothing is unpacked or allocated because a header claims it."""
+    """Like np.load, but nothing is decompressed or allocated just because a header claims it."""
     with ZipFile(path) as archive:
         members = archive.infolist()
         names = [member.filename.removesuffix(".npy") for member in members]
@@ -98,7 +98,7 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
 def _read_member(archive: ZipFile, member: ZipInfo) -> np.ndarray:
     data = _unpacked(archive, member)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of headers that Python 2 wrote
+        warnings.simplefilter("ignore")  # about headers written by Python 2
         shape, _, dtype = HEADERS[np.lib.format.read_magic(data)](data)
         left = data.getbuffer().nbytes - data.tell()
         if dtype.hasobject or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != left:
@@ -109,14 +109,14 @@ def _read_member(archive: ZipFile, member: ZipInfo) -> np.ndarray:
 
 
 def _unpacked(archive: ZipFile, member: ZipInfo) -> BytesIO:
-    """No more than it claims to have, whatever it has: asked for all of it, zipfile unpacks first and cuts then.
+    """Decompresses at most the claimed size: a full read would decompress everything first and truncate then.
 
-    Asked for a piece of a deflated member, it stops there; of other kinds of packing, it does not. What is read is held
-    against the checksum by zipfile, with the last piece.
+    A partial read of a deflated member decompresses only that part; with other methods it decompresses more. With the
+    last piece, zipfile verifies the checksum.
     """
     if member.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
         raise ValueError(
-            f"{member.filename} is packed by method {member.compress_type}: write it by np.savez or np.savez_compressed"
+            f"{member.filename} has compression method {member.compress_type}: use np.savez or np.savez_compressed"
         )
     data = BytesIO()
     with archive.open(member) as file:
@@ -127,17 +127,17 @@ def _unpacked(archive: ZipFile, member: ZipInfo) -> BytesIO:
 
 
 def read_orbax(folder: Path) -> Mapping[str, Any]:
-    """The parameters alone: the optimizer's state beside them is twice as large."""
+    """Only the parameters: the optimizer's state next to them is twice as large."""
     try:
         import orbax.checkpoint as ocp  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         raise ValueError(
             f"{folder} is an Orbax folder, and Orbax is not installed: pip install orbax-checkpoint, or write "
-            f"{PLAIN[0]} beside it where it is installed ({GUIDE} has the lines)"
+            f"{PLAIN[0]} next to it where it is installed (see {GUIDE})"
         ) from None
     try:
         return _restore(ocp, folder)
-    except Exception as error:  # of very many kinds, where the folder is damaged
+    except Exception as error:  # of very many kinds, if the folder is damaged
         told = " ".join(str(error).split())[:300]
         raise ValueError(f"{folder} cannot be read ({told or type(error).__name__}): it is damaged") from None
 
@@ -159,9 +159,9 @@ def _map(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def flatten(tree: Mapping[str, Any], *, name: str) -> dict[str, Tensor]:
-    """Arrays by slash-joined name. Dots serve as slashes; a leading `params` and a box's final `value` are dropped."""
+    """Arrays by slash-joined name. Dots count as slashes; a leading `params` and a box's final `value` are dropped."""
     leaves = {key.replace(".", "/"): leaf for key, leaf in _leaves(tree)}
-    if any(key.startswith("params/") for key in leaves):  # a whole training state: the rest is the optimizer's
+    if any(key.startswith("params/") for key in leaves):  # a full training state: the rest is the optimizer's
         leaves = {key.removeprefix("params/"): leaf for key, leaf in leaves.items() if key.startswith("params/")}
     tensors: dict[str, Tensor] = {}
     for key, leaf in leaves.items():

@@ -1,8 +1,8 @@
-"""The model card: a README.md written from the run's own files. A number that is not there is not in the card.
+"""The model card: a README.md written from the run's own files. Numbers that are missing there are left out.
 
-Whatever is damaged in those files counts as not there. Each result stands here once: of evaluations with the same
-settings the newest, and those with other settings in lines of their own, which tell them. An export knows no run: when
-it is exported again, the numbers of its own card are kept.
+Damaged files count as missing. Each result is listed once: of evaluations with the same settings only the newest; other
+settings get their own lines, which name them. An export does not know its run: when it is exported again, the numbers
+of its own card are kept.
 """
 
 import re
@@ -16,7 +16,7 @@ from thoughtbubbles.model.config import ModelConfig
 
 FRONT = """\
 ---
-# license: yours to choose and to write here; the modelling code beside this file is under the MIT licence
+# license: choose one and write it here; the modelling code next to this file is under the MIT licence
 library_name: transformers
 pipeline_tag: text-generation
 tags:
@@ -30,7 +30,7 @@ USE = """\
 ```python
 {snippet}```
 
-The code beside the weights needs PyTorch and transformers 5.17 or newer. With the package `thoughtbubbles` installed,
+The code next to the weights needs PyTorch and transformers 5.17 or newer. With the package `thoughtbubbles` installed,
 `import thoughtbubbles.interop.hf` takes its place, and `trust_remote_code` is not needed.
 """
 WITH_TOKENIZER = """\
@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "."  # or the name of this repository
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # it needs none of the code
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # needs no custom code
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))
 """
@@ -52,18 +52,18 @@ ids = torch.tensor([[1, 2, 3]])  # no tokenizer came with these weights
 print(model.generate(ids, max_new_tokens=32)[0])
 """
 PLAIN = "It is the plain baseline: a GPT without forks."
-COPIES = "It is the copy-{copies} baseline: every token enters {copies} times, and nothing forks."
+COPIES = "It is the copy-{copies} baseline: every embedding is repeated {copies} times, and nothing forks."
 FORKS = """\
 It forks: before the blocks {layers}, streams may be copied or deleted. {most}
 (`generate(…, budget=…)` changes that number); a single token may have up to {bubble}.
 Selection: {selection}. Merge: {merge}."""
 MOST = {
-    "proportional": "A row keeps at most {budget} streams per token, counted over all of it",
-    "fixed": "A row of any length keeps at most what {budget} streams per token are in a full one",
+    "proportional": "A row keeps at most {budget} streams per token on average",
+    "fixed": "A row of any length keeps at most as many streams as a full row with {budget} streams per token",
 }
 BLOCK = """\
-Block selection looks at the whole row, later tokens included, so no cache is exact: `generate` reads all of every row
-anew unless it is told `use_cache=True`, which lets the causal rule stand in."""
+Block selection ranks the full row, including later tokens, so no cache is exact: `generate` reads the full row again
+for each token, unless given `use_cache=True`, which uses the causal rule instead."""
 CONVERTED = "The numbers below are those of the {before} weights, before they were converted to {dtype}.\n"
 RESULTS = "Results of `thoughtbubbles eval`.\n"
 PERPLEXITY = ("text, scored", "nats per token", "perplexity", "bits per byte", "tokens")
@@ -76,7 +76,7 @@ DAMAGED = (
     AttributeError,
     OverflowError,
     ZeroDivisionError,
-)  # what a reader meets there
+)  # raised by reading damaged files
 METRICS = """\
 Accuracy in percent ± standard error; accuracy: the choice of the lowest mean loss per token, acc: of the lowest loss in
 all, acc_norm: of the lowest loss per character (the last two as in lm-evaluation-harness).
@@ -89,7 +89,7 @@ class Fact(NamedTuple):
 
 
 def card(name: str, config: ModelConfig, *, parameters: int, dtype: str, folder: Path, has_tokenizer: bool) -> str:
-    """`folder` is the one that the model comes from, inside its run or alone; `dtype` that of the exported weights."""
+    """`folder` is where the model comes from, inside its run or alone; `dtype` is that of the exported weights."""
     use = USE.format(snippet=WITH_TOKENIZER if has_tokenizer else WITH_IDS)
     parts = [FRONT, f"# {name}\n", about(config) + "\n", use, "## The model\n"]
     parts.append(facts([Fact("parameters", parameters), Fact("dtype", dtype), *shape(config)]))
@@ -105,7 +105,7 @@ def card(name: str, config: ModelConfig, *, parameters: int, dtype: str, folder:
 
 
 def earlier_sections(folder: Path) -> dict[str, str]:
-    """Of the card of an export, by heading; `converted` is what it says of a conversion."""
+    """The sections of an export's card, by heading; `converted` is its remark on a dtype conversion."""
     if not (folder / "modeling_thoughtbubbles.py").is_file() or not (folder / "README.md").is_file():
         return {}
     text = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
@@ -116,7 +116,7 @@ def earlier_sections(folder: Path) -> dict[str, str]:
 
 
 def joined(new: str, old: str) -> str:
-    """Of an old section what does not stand in the new one, whatever empty columns its tables have."""
+    """The new section, and the lines of the old one that it lacks, ignoring empty columns of tables."""
     if not (new and old):
         return new or old
     known, parts = set(map(cells_of, new.splitlines())), [new.rstrip()]
@@ -150,12 +150,12 @@ def shape(config: ModelConfig) -> list[Fact]:
         Fact("heads", config.n_head),
         Fact("width", config.width),
         Fact("vocabulary", config.vocab_size),
-        Fact("tokens in a row, at most", config.block_size),
+        Fact("context length", config.block_size),
     ]
 
 
 def training_rows(folder: Path) -> list[Fact]:
-    """What the run says of the step that this model is from."""
+    """What the run reports about the step that this model comes from."""
     step_name = folder.parent.name.removeprefix("step-")
     run = folder.parent.parent
     if folder.name != "model" or not step_name.isdecimal() or not (described := read_json(run / "run.json")):
@@ -170,7 +170,7 @@ def training_rows(folder: Path) -> list[Fact]:
 
 
 def whole(rows: Iterator[Fact]) -> list[Fact]:
-    """All of them, or none where one cannot be read."""
+    """All rows, or none if one cannot be read."""
     try:
         return list(rows)
     except DAMAGED:
@@ -188,7 +188,7 @@ def metric_rows(found: list[dict[str, Any]], step: int) -> Iterator[Fact]:
         yield Fact("tokens", trained[-1].get("tokens"))
         yield Fact("training loss of the last step (nats)", trained[-1]["loss"])
     for line in reversed(lines):
-        losses = line.get("validation_loss", line.get("held_out"))  # as the first run folders call it
+        losses = line.get("validation_loss", line.get("held_out"))  # its name in the first run folders
         if isinstance(losses, dict):
             at = "" if line["step"] == step else f", step {line['step']:,}"
             yield from (Fact(f"validation loss (nats), {source}{at}", loss) for source, loss in losses.items())
@@ -204,14 +204,14 @@ def data_rows(described: dict[str, Any]) -> Iterator[Fact]:
 
 
 class Line(NamedTuple):
-    """Of a table of results."""
+    """A line in a table of results."""
 
-    measured: tuple[str, ...]  # what was measured, and how: of equal ones the newest counts
+    measured: tuple[str, ...]  # what was measured, and how: of equal lines the newest counts
     cells: dict[str, object]
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
-    """What `thoughtbubbles eval` has found of these very weights, whatever they were called; the oldest first."""
+    """Results of `thoughtbubbles eval` for exactly these weights, whatever their folder's name; the oldest first."""
     places = [folder]
     if folder.name == "model" and folder.parent.name.startswith("step-"):
         places += [folder.parent, folder.parent.parent]
@@ -229,12 +229,12 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
 def is_about(results: dict[str, Any], folder: Path, weights: dict[str, int]) -> bool:
     if "weights" in results:
         return bool(results["weights"] == weights)
-    told = str(results.get("checkpoint", ""))  # before 0.2 that was all
+    told = str(results.get("checkpoint", ""))  # all that results before 0.2 have
     return Path(told).parts[-2:] == folder.resolve().parts[-2:]
 
 
 def evaluation(every: Sequence[dict[str, Any]]) -> str:
-    """Perplexity by way, and one line a benchmark; groups, single windows and times stay in results.json."""
+    """Perplexity by way, and one line per benchmark; groups, single windows and times are only in results.json."""
     lines: dict[str, dict[tuple[str, ...], dict[str, object]]] = {"perplexity": {}, "benchmarks": {}}
     for results in every:
         for kind, line in result_lines(results):
@@ -248,7 +248,7 @@ def evaluation(every: Sequence[dict[str, Any]]) -> str:
 
 
 def result_lines(results: dict[str, Any]) -> list[tuple[str, Line]]:
-    """Of one results.json, for all its budgets; none where anything in it cannot be read."""
+    """The lines of one results.json, for all its budgets; none if anything in it cannot be read."""
     try:
         found = [(results["budget"], results["tasks"])]
         if "budgets" in results:
@@ -288,8 +288,8 @@ def way_cells(way: dict[str, Any]) -> dict[str, object]:
 
 
 def benchmark_cells(benchmark: dict[str, Any]) -> dict[str, object]:
-    marks = [benchmark.get(way) for way in ("accuracy", "accuracy_sum", "accuracy_character")]
-    percent = [mark and with_error(100 * mark["mean"], scaled(mark["standard_error"]), "{:.2f}") for mark in marks]
+    scores = [benchmark.get(way) for way in ("accuracy", "accuracy_sum", "accuracy_character")]
+    percent = [each and with_error(100 * each["mean"], scaled(each["standard_error"]), "{:.2f}") for each in scores]
     words = benchmark.get("perplexity")
     return {
         "title": benchmark["title"],
@@ -332,7 +332,7 @@ def facts(rows: list[Fact]) -> str:
 
 
 def table(heading: Sequence[str], lines: list[list[object]]) -> str:
-    """Without the columns that are empty; nothing where there are no lines."""
+    """A Markdown table without its empty columns; nothing if there are no lines."""
     used = [i for i in range(len(heading)) if any(line[i] is not None for line in lines)]
     every: list[Sequence[object]] = [heading, ["---"] * len(heading), *lines]
     written = ["| " + " | ".join(one_line(line[i]) for i in used) + " |" for line in every]
@@ -348,7 +348,7 @@ def one_line(value: object) -> str:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """A run that was killed may have left half a line."""
+    """The run's metrics; a run that was killed may have left half a line."""
     path = run / "metrics.jsonl"
     return [parsed(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
 

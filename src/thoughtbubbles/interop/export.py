@@ -1,10 +1,10 @@
-"""`thoughtbubbles export`: a folder that is ready for the Hugging Face Hub, and opens where this package is not.
+"""`thoughtbubbles export`: writes a folder for the Hugging Face Hub, which loads without this package.
 
-config.json, model.safetensors, tokenizer…    as in every model folder, with `auto_map` for the code beside them
-generation_config.json                        what `generate` takes as given
+config.json, model.safetensors, tokenizer…    as in every model folder, with `auto_map` for the code next to them
+generation_config.json                        defaults of `generate`
 modeling_thoughtbubbles.py, …                 the code (see remote_code.py)
 README.md                                     the model card (see card.py)
-manifest.json                                 what was written here, so that the next export loses nothing else
+manifest.json                                 the files written here, so that the next export deletes nothing else
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ CARD, GENERATION = "README.md", "generation_config.json"
 
 
 def export(checkpoint: Path, *, out: Path, dtype: torch.dtype | None = None) -> Path:
-    """Writes the folder `out`; one that holds anything but an earlier export is a ValueError."""
+    """Writes the folder `out`; raises ValueError if it contains anything but an earlier export."""
     out = check_folder(out, option="--out")  # a link's target is replaced, not the link
     check_out(out)
     folder = find_model(checkpoint)
@@ -66,9 +66,9 @@ def check_out(out: Path) -> None:
             for path in sorted(out.rglob("*"))
             if path.is_symlink() or path.relative_to(out).as_posix() not in listed
         ]
-        wrong = f"{unlisted[0]} is not from there" if unlisted else None
+        wrong = f"{unlisted[0]} is not part of it" if unlisted else None
     if wrong is not None:
         raise ValueError(
-            f"--out {out} is not empty, and not just what an earlier export wrote ({wrong}): give another folder, or "
-            "move away what is there"
+            f"--out {out} is not empty and not just an earlier export ({wrong}): give another folder, or move its "
+            "files away"
         )

@@ -1,6 +1,6 @@
 """`thoughtbubbles eval --harness`: the harness's tasks on local files, its table, and its numbers in results.json.
 
-python -m thoughtbubbles.interop.harness --model thoughtbubbles …      the harness's whole command line, with our model
+python -m thoughtbubbles.interop.harness --model thoughtbubbles …      the harness's full command line, with our model
 """
 
 import json
@@ -24,7 +24,7 @@ from thoughtbubbles.interop.harness_tasks import local_tasks
 from thoughtbubbles.interop.lm_eval import ThoughtbubblesLM
 from thoughtbubbles.model.config import is_whole
 
-BOOTSTRAP = 1000  # resamples for the error of a perplexity; the harness's 100,000 take minutes
+BOOTSTRAP = 1000  # bootstrap samples for the error of a perplexity; the harness's 100,000 take minutes
 MOST_DOCUMENTS = 2**40
 
 
@@ -43,20 +43,20 @@ def run_harness(
     out: Path | None = None,
     cache_dir: Path | None = None,
 ) -> dict[str, Any]:
-    """What results.json holds; shows the harness's table.
+    """Returns the contents of results.json, and prints the harness's table.
 
     tasks      upstream's names: hellaswag, piqa, …, all of blimp and mmlu_continuation or single ones
-    data_dir   the folder that has the evaluation sets; None: upstream's definitions, which ask the Hub for the data
-    limit      documents of each task, the first ones; all by default
+    data_dir   the folder with the evaluation sets; None: upstream's definitions, which download data from the Hub
+    limit      the number of documents per task, the first ones; all by default
     batch_tokens
-               tokens at a time, padding included; None: what suits the device
-    method     how texts are written: cached or uncached; None: whichever is exact for the model
-    compile    on cuda: texts are written in steps as graphs
-    out        where results.json goes; by default a folder of its own beside those of `thoughtbubbles eval`
-    cache_dir  where definitions on local files go; ~/.cache/thoughtbubbles/harness by default
+               tokens per batch, including padding; None: depends on the device
+    method     how text is generated: cached or uncached; None: whichever is exact for the model
+    compile    on cuda: generate with CUDA graphs
+    out        the folder for results.json; by default a new one next to those of `thoughtbubbles eval`
+    cache_dir  the folder for definitions on local files; ~/.cache/thoughtbubbles/harness by default
     """
     if limit is not None and not (is_whole(limit) and 1 <= limit <= MOST_DOCUMENTS):
-        raise ValueError(f"--limit {short_name(str(limit))}: give a whole number from 1 on")
+        raise ValueError(f"--limit {short_name(str(limit))}: give a whole number of 1 or more")
     if out is not None:
         check_folder(Path(out), option="--out")
     if not tasks:
@@ -97,7 +97,7 @@ def run_harness(
 
 
 def _name(model: ThoughtbubblesLM, tasks: Sequence[str], definitions: Path | None, *, limit: int | None) -> str:
-    """With a checksum of all that the numbers depend on, so that no evaluation replaces another one."""
+    """A name with a checksum of all that the numbers depend on, so that no evaluation replaces another one."""
     config, asked = model.model.config, {"limit": limit, "dtype": model.dtype, "method": model.method}
     told = [f"{name}{value}" for name, value in asked.items() if value not in (None, "float32")]
     if model.budget is not None:
@@ -134,5 +134,5 @@ if __name__ == "__main__":
 
     try:
         cli_evaluate()
-    except ValueError as error:  # a user's mistake: the message says it all
+    except ValueError as error:  # a user's mistake: no traceback
         sys.exit(f"python -m thoughtbubbles.interop.harness: {error}")

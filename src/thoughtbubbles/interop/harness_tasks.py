@@ -1,10 +1,10 @@
-"""The harness's own tasks on local files: nothing is downloaded, and prompts, choices and metrics stay upstream's.
+"""The harness's own tasks on local files: nothing is downloaded; prompts, choices and metrics are upstream's.
 
     DATA/hellaswag.validation.jsonl.gz  →  FOLDER/hellaswag.validation.jsonl   the same records in upstream's fields
                                            FOLDER/hellaswag.yaml               upstream's definition, reading that file
 
-FOLDER lies in a cache, under a name made of the sources' sizes and times: a second run finds it, changed data gets
-another. It appears when it is whole. To have its path printed, for the `lm_eval` command:
+FOLDER is in a cache, under a name derived from the sources' sizes and times: a second run finds it, changed data gets
+another. It is published when it is complete. To print its path, for the `lm_eval` command:
 
     python -m thoughtbubbles.interop.harness_tasks DATA
 """
@@ -29,7 +29,7 @@ from thoughtbubbles.evals.tasks import TASKS
 from thoughtbubbles.evals.tasks.task import Task
 from thoughtbubbles.files import check_folder, short_name
 
-FORMAT = 1  # of what is written here; another one makes new folders
+FORMAT = 1  # version of the written files; another one makes new folders
 UPSTREAM = Path(lm_eval.tasks.__file__).parent
 LOCAL_TASK = "thoughtbubbles.interop.lm_eval.LocalTask"
 
@@ -38,25 +38,25 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalSet:
-    """Tasks of upstream's that read the file of one of our benchmarks."""
+    """Upstream tasks that read the file of one of our benchmarks."""
 
     benchmark: Task
     split: str
-    """What upstream calls the split that is evaluated."""
+    """Upstream's name of the evaluated split."""
     definitions: tuple[str, ...]
-    """Upstream's, as patterns below its folder of tasks."""
+    """Upstream's definitions, as patterns in its folder of tasks."""
     rewrite: Callable[[Record], Record]
-    """A record of ours in upstream's fields."""
+    """Converts one of our records to upstream's fields."""
     more: Mapping[str, str] = field(default_factory=dict)
-    """Files for other splits of upstream's, which serve few-shot prompts where they are at hand."""
+    """Files for upstream's other splits, used for few-shot prompts if available."""
     part: str | None = None
-    """The field that tells whose record it is, where one file serves many tasks: upstream's dataset_name."""
+    """The field with a record's task (upstream's dataset_name), if one file serves many tasks."""
     group: str | None = None
-    """Upstream's definition of the group of them all."""
+    """Upstream's definition of the group of all these tasks."""
 
     @property
     def files(self) -> dict[str, str]:
-        """Our file for each of upstream's splits, without its ending."""
+        """Our file for each of upstream's splits, without extension."""
         return {self.split: self.benchmark.file, **self.more}
 
 
@@ -129,7 +129,7 @@ SETS = (
 
 
 def local_tasks(data_dir: str | Path, tasks: Sequence[str] = (), *, cache_dir: Path | None = None) -> Path:
-    """The folder with the definitions of these tasks, written if need be; of all that have files, if none is named."""
+    """The folder with the definitions of these tasks (none named: all that have files), written if necessary."""
     data_dir = data_folder(Path(data_dir))
     check_tasks(tasks, data_dir)
     wanted = [of_set for of_set in SETS if not tasks or set(tasks) & set(task_names(of_set))]
@@ -158,7 +158,7 @@ def default_cache() -> Path:
 
 
 def find_sources(sets: Iterable[LocalSet], data_dir: Path) -> dict[str, Path]:
-    """The files at hand by their names without endings: in the folder itself, or in `eval` below it."""
+    """The available files by name without extension: in the folder itself, or in its subfolder `eval`."""
     names = {name for of_set in sets for name in of_set.files.values()}
     places = [(folder, ending) for folder in (data_dir, data_dir / "eval") for ending in ENDINGS]
     found = {
@@ -175,7 +175,7 @@ def check_tasks(tasks: Sequence[str], data_dir: Path) -> None:
             short = [name for of_set in SETS for name in task_names(of_set)[: None if of_set.group is None else 1]]
             hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(short)}"
             raise ValueError(f"--tasks {short_name(task)}: the harness has no such task on local files; {hint}")
-        find_files(known[task].benchmark, data_dir)  # says what to fetch, and where it should lie
+        find_files(known[task].benchmark, data_dir)  # its error says what to fetch and where to put it
 
 
 def _check_complete(of_set: LocalSet, tasks: Sequence[str], folder: Path) -> None:
@@ -184,13 +184,13 @@ def _check_complete(of_set: LocalSet, tasks: Sequence[str], folder: Path) -> Non
         if task in lacking or (lacking and task == task_names(of_set)[0]):
             parts = ", ".join(lacking[:3]) + (", …" if len(lacking) > 3 else "")
             raise ValueError(
-                f"--tasks {task}: {of_set.benchmark.file}.jsonl has no records for {parts}; fetch all of it"
+                f"--tasks {task}: {of_set.benchmark.file}.jsonl has no records for {parts}; fetch the full file"
             )
 
 
 @cache
 def task_names(of_set: LocalSet) -> tuple[str, ...]:
-    """All that can be asked for: the group where there is one, single tasks, and their tags."""
+    """All names that can be requested: the group if there is one, single tasks, and their tags."""
     if of_set.group is None:
         return _own_names(of_set)
     tags = {str(tag) for path in definitions(of_set) if (tag := load_yaml(path, resolve_func=False).get("tag"))}
@@ -231,17 +231,17 @@ def _definition(path: Path, upstream: Record, data_files: Mapping[str, str]) -> 
     }
     for split in ("training_split", "validation_split", "test_split", "fewshot_split"):
         if upstream.get(split) is not None and upstream[split] not in data_files:
-            lines[split] = "null"  # upstream would look for it
+            lines[split] = "null"  # otherwise upstream looks for it
     return "".join(f"{name}: {value}\n" for name, value in lines.items())
 
 
 def _write_records(of_set: LocalSet, source: Path, partial: Path, name: str) -> dict[str | None, str]:
-    """Writes the records in upstream's fields; the files' names by part."""
+    """Writes the records in upstream's fields; returns the file names by part."""
     parts: dict[str | None, list[str]] = {}
     named_parts = {load_yaml(path, resolve_func=False)["dataset_name"] for path in definitions(of_set)}
     for number, record in records(source):
         try:
-            of_set.benchmark.document(record)  # its fields are what they should be
+            of_set.benchmark.document(record)  # validates the fields
             if of_set.part and record[of_set.part] not in named_parts:
                 continue
             line = json.dumps(of_set.rewrite(record), ensure_ascii=False)
@@ -263,12 +263,12 @@ def _publish(partial: Path, folder: Path) -> None:
     try:
         partial.rename(folder)
     except OSError:
-        if not folder.exists():  # another process that was quicker wrote the same
+        if not folder.exists():  # if it does, another process has written the same
             raise
 
 
 def main() -> None:
-    """Prints the folder that has the definitions."""
+    """Prints the folder with the definitions."""
     import sys
 
     import tyro
@@ -277,15 +277,15 @@ def main() -> None:
         """Write the harness's tasks for local files, and print their folder.
 
         Args:
-            data_dir: The folder that has the evaluation sets, itself or in `eval` below it.
-            cache_dir: Where the folder goes; ~/.cache/thoughtbubbles/harness by default.
+            data_dir: The folder with the evaluation sets, or the parent of a folder `eval` with them.
+            cache_dir: Where to create the folder; ~/.cache/thoughtbubbles/harness by default.
         """
         print(local_tasks(data_dir, cache_dir=cache_dir))
 
     name = "python -m thoughtbubbles.interop.harness_tasks"
     try:
         tyro.cli(tasks, prog=name)
-    except (ValueError, OSError) as error:  # a user's mistake: the message says it all
+    except (ValueError, OSError) as error:  # a user's mistake: no traceback
         sys.exit(f"{name}: {error}")
 
 

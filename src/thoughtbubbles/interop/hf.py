@@ -1,6 +1,6 @@
-"""Hugging Face: `import thoughtbubbles.interop.hf`, and AutoConfig and AutoModelForCausalLM open our folders.
+"""Hugging Face: after `import thoughtbubbles.interop.hf`, AutoConfig and AutoModelForCausalLM load our folders.
 
-The folder of a checkpoint is the folder that they want; tokenizers open with AutoTokenizer as it is.
+A checkpoint folder already has the layout that they expect; AutoTokenizer loads its tokenizer without this import.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM

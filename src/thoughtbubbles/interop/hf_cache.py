@@ -1,7 +1,7 @@
-"""Our cache under Hugging Face's name for one: it counts columns, padding among them, where ours counts tokens.
+"""Our KV cache as a Hugging Face cache: it counts columns, including padding, where ours counts tokens.
 
-A call that computes the logits of all tokens leaves the cache to whoever needs it: the ids are held, and read when the
-cache is given to the next call. So an evaluation that never looks at `past_key_values` pays nothing for it.
+A call that computes the logits of all tokens does not fill the cache: the ids are held, and read when the cache is
+passed to the next call. So an evaluation that never uses `past_key_values` pays nothing for it.
 """
 
 from collections.abc import Iterator
@@ -17,18 +17,18 @@ from thoughtbubbles.interop.hf_padding import Padding
 from thoughtbubbles.model.budget import Budget, BudgetLike
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-HOLDS = "this cache holds streams, not the keys and values of layers: pass it to the model's call"
+HOLDS = "this cache holds streams, not the keys and values of layers: pass it to the model"
 
 
 class Held(NamedTuple):
-    """What is to be read before anything else."""
+    """Ids to read before anything else."""
 
     ids: Tensor  # (rows, columns)
     budget: BudgetLike | Budget
 
 
 class ThoughtbubblesCache(transformers.Cache):
-    """What a batch has read so far. `capacity` is the number of tokens that a row gets room for at first."""
+    """What a batch has read so far. `capacity` is the initial capacity in tokens per row."""
 
     def __init__(self, capacity: int | None = None):
         super().__init__(layers=[])  # the base class keeps keys and values by layer; ours belong to streams
@@ -39,12 +39,12 @@ class ThoughtbubblesCache(transformers.Cache):
         self.state: Cache | None = None
         self.held: Held | None = None
         self.is_real: Tensor | None = None  # (rows, columns): which of the columns read or held were tokens
-        self.n_layer = 0  # of the model that reads
+        self.n_layer = 0  # of the model
 
     def hold(
         self, model: Thoughtbubbles, ids: Tensor, padding: Padding | None, budget: BudgetLike | Budget | None
     ) -> None:
-        """Into an empty cache, to be read later."""
+        """Stores ids in an empty cache, to be read later."""
         self.held = Held(ids.clone(), model.config.budget if budget is None else budget)
         self.is_real = torch.ones_like(ids, dtype=torch.bool) if padding is None else padding.is_real
         self.n_layer = model.config.n_layer
@@ -59,10 +59,10 @@ class ThoughtbubblesCache(transformers.Cache):
     def read(
         self, model: Thoughtbubbles, ids: Tensor, padding: Padding | None, budget: BudgetLike | Budget | None
     ) -> Tensor:
-        """Reads more columns; the logits of the next token after the last one (B, V), or after each (B, T, V).
+        """Reads more columns. Returns the logits after the last one (B, V), or after each one (B, T, V).
 
-        An empty cache takes them in parallel and tells the last; later, or where a row has no token yet, they go one by
-        one. The budget is that of the first call: no earlier decision can be revised.
+        An empty cache reads them in parallel and returns the last; later, or if a row has no token yet, they are read
+        one by one. The budget is that of the first call: no earlier decision can be revised.
         """
         self._read_held(model)
         real = torch.ones_like(ids, dtype=torch.bool) if padding is None else padding.is_real
@@ -79,7 +79,7 @@ class ThoughtbubblesCache(transformers.Cache):
         return logits
 
     def _room(self, model: Thoughtbubbles, rows: int, n_new: Tensor, budget: BudgetLike | Budget | None) -> Cache:
-        """The storage, grown if need be; a row that outgrows the block size is left for the model to refuse."""
+        """The storage, grown if necessary; a row beyond block_size is left for the model to reject."""
         config, old = model.config, self.state
         if old is not None:
             if rows != old.rows:
@@ -100,13 +100,13 @@ class ThoughtbubblesCache(transformers.Cache):
             device=weight.device,
         )
 
-    # What `generate` and its users ask of a cache.
+    # The interface that `generate` and its users expect of a cache.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if self.is_real is None else self.is_real.shape[1]
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1  # it grows up to the block size, which the model knows
+        return -1  # it grows up to block_size, which the model knows
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -138,10 +138,10 @@ class ThoughtbubblesCache(transformers.Cache):
             self.held = Held(self.held.ids[rows], _of_rows(self.held.budget, rows))
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Forgets the last columns; their number is negative, as Hugging Face writes it."""
+        """Removes the last columns; their number is negative, as in Hugging Face."""
         end = int(tokens_to_remove)
         if end > 0:
-            raise ValueError(f"crop({end}): give the number of columns to forget as a negative number")
+            raise ValueError(f"crop({end}): give the number of columns to remove as a negative number")
         if self.is_real is None or end == 0:
             return
         left = self.is_real[:, :end]
@@ -149,7 +149,7 @@ class ThoughtbubblesCache(transformers.Cache):
             self.reset()
             return
         if not bool(left.any(1).all()):
-            raise ValueError(f"crop({end}): a row keeps at least its first token; forget fewer columns")
+            raise ValueError(f"crop({end}): a row keeps at least its first token; remove fewer columns")
         if self.state is not None:
             self.state = self.state.crop(left.sum(1))
         if self.held is not None:
@@ -157,7 +157,7 @@ class ThoughtbubblesCache(transformers.Cache):
         self.is_real = left
 
     def __len__(self) -> int:
-        """Layers, as everywhere; 0 before anything was read."""
+        """The number of layers, as in other caches; 0 before anything was read."""
         return self.n_layer
 
     def __iter__(self) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""ModelConfig as Hugging Face keeps it: the same fields, with the few that its tools ask every model for."""
+"""ModelConfig as a Hugging Face config: the same fields, and the few that its tools expect of every model."""
 
 from collections.abc import Callable
 from dataclasses import asdict, fields
@@ -10,15 +10,15 @@ from transformers import PreTrainedConfig
 from thoughtbubbles.model.config import ModelConfig, is_whole
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-MOST_LABELS = 10_000  # transformers makes a name for each
+MOST_LABELS = 10_000  # transformers creates a name for each
 
 
 class ThoughtbubblesConfig(PreTrainedConfig):
-    """The fields of ModelConfig, checked as there. With none of them given: our 150m.
+    """The fields of ModelConfig, with the same validation. With none of them given: our 150m.
 
-    n_ids      ids that mean something, those of the tokenizer; `generate` writes no others
-    use_cache  whether `generate` reads through the cache, for the generation config to begin with; None: where that is
-               exact, which is seen when it is asked, for fields may change
+    n_ids      the number of ids of the tokenizer; `generate` produces no others
+    use_cache  whether `generate` uses the cache, as the default of the generation config; None: if that is exact, which
+               is decided at each call, since fields may change
     """
 
     model_type = "thoughtbubbles"
@@ -48,10 +48,10 @@ class ThoughtbubblesConfig(PreTrainedConfig):
         check_others(type(self), others, n_ids=n_ids, use_cache=use_cache, tokens=tokens, vocab_size=core.vocab_size)
         for name, value in asdict(core).items():
             setattr(self, name, value)
-        if __name__.startswith("thoughtbubbles."):  # not the code beside the weights, which is what this would point to
+        if __name__.startswith("thoughtbubbles."):  # the field points to the code next to the weights
             others.pop("auto_map", None)
         try:
-            super().__init__(**{**others, "tie_word_embeddings": True})  # the output table is the embedding
+            super().__init__(**{**others, "tie_word_embeddings": True})  # the output projection is the embedding
         except Exception as error:  # of any kind: these fields are not ours, and may come from a damaged file
             raise wrong("a field that transformers cannot read", f"({type(error).__name__}: {error})") from None
         self.n_ids = n_ids
@@ -63,7 +63,7 @@ class ThoughtbubblesConfig(PreTrainedConfig):
         return cls(**asdict(config), **others)
 
     def core(self) -> ModelConfig:
-        """Checked anew: any field may have been changed since."""
+        """Validated again: any field may have changed since."""
         return checked({field.name: getattr(self, field.name) for field in fields(ModelConfig)})
 
 
@@ -84,15 +84,15 @@ def check_others(
     tokens: dict[str, Any],
     vocab_size: int,
 ) -> None:
-    """What is not the core's: ours, and those of transformers' that would break it before it looks at them."""
+    """Validates fields outside ModelConfig: ours, and those that would break transformers before it checks them."""
     if n_ids is not None and not (is_whole(n_ids) and 1 <= n_ids <= vocab_size):
         raise wrong(f"n_ids = {n_ids!r}", f"give the tokenizer's size, from 1 to vocab_size = {vocab_size}")
     if not (use_cache is None or isinstance(use_cache, bool)):
-        raise wrong(f"use_cache = {use_cache!r}", "give True or False, or None: where a cache is exact")
+        raise wrong(f"use_cache = {use_cache!r}", "give True or False, or None: if a cache is exact")
     for name, value in tokens.items():
         several = value if isinstance(value, (list, tuple)) and name == "eos_token_id" else [value]
         if not all(one is None or (is_whole(one) and abs(one) < 2**31) for one in several):
-            raise wrong(f"{name} = {value!r}", "give the number of a token, or None")
+            raise wrong(f"{name} = {value!r}", "give a token id, or None")
     kinds: dict[str, Callable[[Any], bool]] = {
         "num_labels": lambda value: is_whole(value) and 0 <= value <= MOST_LABELS,
         "quantization_config": lambda value: isinstance(value, dict) or hasattr(value, "to_dict"),
@@ -102,11 +102,11 @@ def check_others(
     for name, value in others.items():
         taken = getattr(kind, name, None)
         if name.startswith("__") or callable(taken) or isinstance(taken, dict) or name == "sub_configs":
-            raise wrong(f"a field {name}", "it is a part of the class, and cannot be set")
+            raise wrong(f"a field {name}", "it is part of the class and cannot be set")
         if name in kinds and value is not None and not kinds[name](value):
-            raise wrong(f"{name} = {value!r}", "it is not one; leave it out")
+            raise wrong(f"{name} = {value!r}", "this is not a valid value; leave it out")
 
 
 def wrong(what: str, remedy: str) -> ValueError:
-    """One line, however long a value of a damaged file is."""
+    """An error of one line, however long a value in a damaged file is."""
     return ValueError(f"the config has {' '.join(what.split())[:300]}: {' '.join(remedy.split())[:300]}")

@@ -1,7 +1,7 @@
-"""ThoughtbubblesForCausalLM: the model behind Hugging Face's manners. It computes nothing of its own.
+"""ThoughtbubblesForCausalLM: the model with Hugging Face's interface. It computes nothing itself.
 
-Its children are the core's, under the core's names, so the weights on disk are the same file for both. What is done
-here: padding on either side becomes rows with lengths, labels become targets, `past_key_values` becomes our cache.
+Its child modules are those of the core, with the same names, so both read the same file of weights. This wrapper turns
+padding on either side into rows with lengths, labels into targets, and `past_key_values` into our cache.
 """
 
 import copy
@@ -36,8 +36,8 @@ from thoughtbubbles.model.initial import has_numbers
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-IN_PACKAGE = __name__.startswith("thoughtbubbles.")  # not the code beside the weights, which brings no manifests
-OUTPUTS = ("output_attentions", "output_hidden_states")  # what a config may ask for in every call
+IN_PACKAGE = __name__.startswith("thoughtbubbles.")  # not in the code next to the weights, which has no manifests
+OUTPUTS = ("output_attentions", "output_hidden_states")  # outputs that a config may request in every call
 
 
 class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
@@ -52,7 +52,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         core = Thoughtbubbles(config.core())
         self._modules.update(core._modules)
-        core._modules = self._modules  # one dictionary: a child that is replaced here is replaced there
+        core._modules = self._modules  # one shared dictionary: a child replaced here is replaced there too
         self.__dict__["_core"] = core  # not a child of this module: its weights are here already
         self._is_drawn = has_numbers(self.embedding.weight)
         self.post_init()
@@ -61,7 +61,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
     def core(self) -> Thoughtbubbles:
         """The model itself, over this module's children."""
         core: Thoughtbubbles = self.__dict__["_core"]
-        if core._modules is not self._modules:  # a replica that torch made of this module, for another device
+        if core._modules is not self._modules:  # a replica of this module on another device
             original, core = core, Thoughtbubbles.__new__(Thoughtbubbles)
             core.__dict__.update({**original.__dict__, "_modules": self._modules})
         core.training = self.training
@@ -69,7 +69,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As everywhere; a folder that has a manifest is held against it first."""
+        """As in transformers; a folder with a manifest is checked against it first."""
         folder = os.path.join(pretrained_model_name_or_path or "", kwargs.get("subfolder") or "")
         if IN_PACKAGE and os.path.isdir(folder):  # never an OSError
             from thoughtbubbles.checkpoint import check_manifest
@@ -78,7 +78,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As everywhere; the manifest of an export that is written over goes, since it describes other weights."""
+        """As in transformers; overwriting an export removes its manifest, which describes other weights."""
         super().save_pretrained(save_directory, *args, **kwargs)
         if IN_PACKAGE:
             from thoughtbubbles.checkpoint import drop_manifest
@@ -87,7 +87,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """The core has drawn its own, unless it waits for a file: what that lacks, such as new forks, is drawn here."""
+        """The core has drawn its weights, unless a file is loaded: what that lacks, such as forks, is drawn here."""
         missing = {name: p for name, p in self.named_parameters() if not getattr(p, "_is_hf_initialized", False)}
         if missing and not self._is_drawn:
             drawn = dict(Thoughtbubbles(self.core.config).named_parameters())
@@ -105,9 +105,9 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **others: Any
     ) -> None:
-        """Blocks are computed again in the backward, for less memory."""
+        """Activation checkpointing: blocks are recomputed in the backward, for less memory."""
         if wrong := {name: value for name, value in others.items() if value not in (1, False, None)}:
-            raise ValueError(f"{wrong}: every block is computed again, on its own device; leave this out")
+            raise ValueError(f"{wrong}: every block is recomputed, on its own device; leave this out")
         check_checkpointing(gradient_checkpointing_kwargs or {})
         options = {"preserve_rng_state": False, **(gradient_checkpointing_kwargs or {}), "use_reentrant": False}
         self.gradient_checkpointing_disable()
@@ -135,17 +135,17 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **unused: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Predicts the next token after each one.
+        """Predicts the next token at every position.
 
         attention_mask      1 for tokens, 0 for padding on either side; without it everything is a token
-        past_key_values     what has been read before, as an earlier call returned it
-        labels              the ids again, −100 where nothing is to be predicted; gives `loss`. In training there are no
-                            logits then: the loss needs none, and they would take most of the memory
-        use_cache           also return `past_key_values`. By default where they were given; else as the config says,
-                            where a cache is exact, outside training and without labels
-        logits_to_keep      logits of so many last columns only, or of the columns with these numbers; 0: of all
-        num_items_in_batch  what the sum of losses is divided by in place of the number of labels here
-        budget              streams per token in place of the config's: a number, or one for each row
+        past_key_values     what has been read before, as returned by an earlier call
+        labels              the ids again, −100 to ignore one; the output then has `loss`. In training it then has no
+                            logits: the loss does not need them, and they would take most of the memory
+        use_cache           also return `past_key_values`. By default if they were given; else as the config says, if
+                            a cache is exact, outside training and without labels
+        logits_to_keep      logits only of this many last columns, or of these columns; 0: of all
+        num_items_in_batch  divisor of the summed loss, in place of the number of labels in this batch
+        budget              streams per token, overrides the config: one number, or one per row
         """
         check_unsupported({name: getattr(self.config, name, None) for name in OUTPUTS} | unused)
         check_device_map(getattr(self, "hf_device_map", {}))
@@ -173,9 +173,9 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         return out if wanted else out.to_tuple()
 
     def _caches_unasked(self) -> bool:
-        """Outside training, as other models do: but only what is exact, and where an object can be returned."""
+        """Whether to return a cache by default: outside training, if it is exact and an object can be returned."""
         returns_tensors_only = torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        is_replica = getattr(self, "_is_replica", False)  # of DataParallel, which joins what its replicas return
+        is_replica = getattr(self, "_is_replica", False)  # of DataParallel, which gathers the outputs of its replicas
         wanted = self.config.use_cache is not False and self.core.config.is_causal
         return wanted and not (self.training or returns_tensors_only or is_replica)
 
@@ -224,7 +224,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         check_caching(self.core.config, labels)
         past = cache.get_seq_length()
         if attention_mask is not None and past > 0 and attention_mask.shape[1] == past + ids.shape[1]:
-            Padding.of(attention_mask)  # no holes, those of the past included
+            Padding.of(attention_mask)  # checks for holes, also in the past
             attention_mask = attention_mask[:, -ids.shape[1] :]
         padding = padding_of(attention_mask, ids)
         last_enough = isinstance(logits_to_keep, int) and logits_to_keep == 1 and ends_in_tokens(padding)
@@ -232,7 +232,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
             logits = cache.read(self.core, ids, padding, budget)
             logits = kept(logits, logits_to_keep) if logits.ndim == 3 else logits[:, None]
             return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-        # Reading into the cache tells the last token's logits only, and without gradients.
+        # Reading into the cache gives only the last token's logits, without gradients.
         rule = {"selection": "causal", "budget_mode": "proportional", "budget": budget}
         out = self._parallel(ids, padding, None, logits_to_keep, None, **rule)
         cache.hold(self.core, ids, padding, budget)
@@ -246,9 +246,9 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         logits_processor: list[LogitsProcessor] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As everywhere, with `budget=` for the streams per token. Reads through the cache where that is exact.
+        """As in transformers, with `budget=` for the streams per token. Uses the cache where that is exact.
 
-        `use_cache=True` with block selection lets the cache decide by the causal rule: an approximation.
+        With block selection, `use_cache=True` uses the causal rule instead: an approximation.
         """
         n_ids = self.config.n_ids
         if n_ids is not None and n_ids < self.config.vocab_size:
@@ -271,7 +271,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         if kwargs.get("is_first_iteration") and attention_mask is not None and not bool(attention_mask[:, -1].all()):
             raise ValueError(
-                "a row ends with padding, so what follows it would not follow the text: pad on the left "
+                "a row ends with padding, so new tokens would not follow its text: pad on the left "
                 "(tokenizer.padding_side = 'left')"
             )
         for name in ("tokenizer", "assistant_tokenizer"):  # stop strings need them, the model does not
@@ -282,7 +282,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         return inputs
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Several texts for each prompt, each with its prompt's budget."""
+        """Several completions per prompt, each with its prompt's budget."""
         if expand_size > 1 and isinstance(budget := kwargs.get("budget"), (list, tuple)):
             rows = [f"{n}/{d}" for n, d in zip(*Budget.of(budget), strict=True)]
             kwargs["budget"] = rows if len(rows) == 1 else [row for row in rows for _ in range(expand_size)]
@@ -297,17 +297,17 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """`generate` asks here for the cache of a call."""
+        """Called by `generate` to create the cache."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
-            raise ValueError(f"cache_implementation = {kind!r}: streams need a cache of their own; leave it out")
+            raise ValueError(f"cache_implementation = {kind!r}: streams need their own kind of cache; leave it out")
         check_length(self.config.block_size, generation_config, model_kwargs.get("attention_mask"))
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = ThoughtbubblesCache(max_cache_length)
 
 
 class KnownIds(LogitsProcessor):
-    """Only ids that mean something are written: the vocabulary is padded, and the tokenizer has fewer."""
+    """Only the tokenizer's ids are generated, not the padding of the vocabulary."""
 
     def __init__(self, n_ids: int):
         self.n_ids = n_ids
@@ -329,7 +329,7 @@ def ends_in_tokens(padding: Padding | None) -> bool:
 
 
 def kept(logits: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """Of the last so many columns (all for 0), or of columns by number."""
+    """Logits of the last columns (0: all), or of columns by index."""
     if isinstance(logits_to_keep, int):
         return logits[:, -min(logits_to_keep, logits.shape[1]) :]
     return logits[:, logits_to_keep]

@@ -1,4 +1,4 @@
-"""Padded rows: Hugging Face pads on either side and says where by a mask; the model wants each row from the left on.
+"""Padded rows: Hugging Face pads on either side and passes a mask; the model expects every row to start at the left.
 
 ids   · · a b c          rows   a b c · ·      lengths  3
       d e f g h                 d e f g h               5
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 class Padding(NamedTuple):
-    """Where the tokens of each row stand."""
+    """Where the tokens of each row are."""
 
     lengths: Int[Tensor, "B"]
-    into_rows: Int[Tensor, "B n"]  # the column that each place of a row is taken from
+    into_rows: Int[Tensor, "B n"]  # the column that each position of a row is taken from
     into_columns: Int[Tensor, "B T"]  # and back
     is_real: Bool[Tensor, "B T"]  # by column
-    longest: int  # rows need no more places than the longest one has tokens
+    longest: int  # tokens of the longest row: rows need no more positions
 
     @classmethod
     def of(cls, attention_mask: Tensor) -> "Padding":
@@ -44,6 +44,6 @@ class Padding(NamedTuple):
         return values.gather(1, self.into_rows)
 
     def to_columns(self, values: Tensor) -> Tensor:
-        """Values of each row's tokens, (B, n, V), where the caller has the tokens, (B, T, V); 0 at padding."""
+        """Moves values of each row's tokens, (B, n, V), to the columns of the caller, (B, T, V); 0 at padding."""
         index = self.into_columns[..., None].expand(*self.into_columns.shape, values.shape[-1])
         return values.gather(1, index).masked_fill(~self.is_real[..., None], 0)

@@ -1,4 +1,4 @@
-"""What Hugging Face's callers may not ask for, in words that say what to do instead."""
+"""Validation of Hugging Face calls: unsupported arguments raise a ValueError that says what to do instead."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,17 +13,16 @@ from thoughtbubbles.model.config import ModelConfig, is_number, is_whole
 from thoughtbubbles.model.loss import IGNORED
 
 UNUSED = {
-    "position_ids": "positions follow from the attention mask, and those of forks lie between them: leave it out",
-    "inputs_embeds": "a row of streams begins with ids: give input_ids",
-    "output_attentions": "a model with forks has streams, not tokens, to attend to: use trace= of model.core",
+    "position_ids": "positions follow from the attention mask, and forks have positions in between: leave it out",
+    "inputs_embeds": "the model embeds ids itself: give input_ids",
+    "output_attentions": "a model with forks attends over streams, not tokens: use trace= of model.core",
     "output_hidden_states": "a model with forks has streams, not tokens, in its layers: use trace= of model.core",
 }
 
 IDS = (torch.int64, torch.int32)
 TENSORS = {
     "input_ids": "give a tensor of ids (batch, tokens), at least one of each",
-    "attention_mask": "give a tensor (batch, tokens), 1 for tokens and 0 for padding; who sees whom is the model's own "
-    "business",
+    "attention_mask": "give a tensor (batch, tokens), 1 for tokens and 0 for padding; other masks are not supported",
     "labels": f"give a tensor of ids (batch, tokens), {IGNORED} where nothing is to be predicted",
 }
 
@@ -53,7 +52,7 @@ def check_arguments(
     logits_to_keep: Any,
     num_items: Any,
 ) -> None:
-    """What is no tensor, number or cache where a call wants one; the model itself looks at the numbers in tensors."""
+    """Checks types and shapes of arguments; the model itself checks the values inside tensors."""
     if input_ids is None:
         raise ValueError(f"input_ids is missing: {TENSORS['input_ids']}")
     for name, values in (("input_ids", input_ids), ("attention_mask", attention_mask), ("labels", labels)):
@@ -65,8 +64,8 @@ def check_arguments(
             raise ValueError(f"{name} of shape {tuple(values.shape)} and {values.dtype}: {TENSORS[name]}")
     if past_key_values is not None and not isinstance(past_key_values, ThoughtbubblesCache):
         raise ValueError(
-            f"past_key_values is a {type(past_key_values).__name__}: streams need a cache of their own; give what an "
-            "earlier call returned, or ThoughtbubblesCache()"
+            f"past_key_values is a {type(past_key_values).__name__}: streams need their own kind of cache; give what "
+            "an earlier call returned, or ThoughtbubblesCache()"
         )
     for name, value in switches.items():
         if value is not None and not isinstance(value, bool):
@@ -78,13 +77,13 @@ def check_arguments(
         raise ValueError(f"num_items_in_batch = {brief(num_items)}: give the number of labels, or leave it out")
     if not is_columns(logits_to_keep, input_ids.shape[1]):
         raise ValueError(
-            f"logits_to_keep = {brief(logits_to_keep)}: give how many of the last columns, 0 for all, or a tensor of "
-            f"their numbers, from 0 to {input_ids.shape[1] - 1}"
+            f"logits_to_keep = {brief(logits_to_keep)}: give the number of last columns, 0 for all, or a tensor of "
+            f"column indices, from 0 to {input_ids.shape[1] - 1}"
         )
 
 
 def is_columns(wanted: Any, n_columns: int) -> bool:
-    """How many of the last ones, or which; numbers on a GPU, which looking would make wait, are taken as they are."""
+    """A number of last columns, or column indices; indices on a GPU are not checked, which would synchronise."""
     if not isinstance(wanted, Tensor):
         return is_whole(wanted) and wanted >= 0
     if wanted.ndim != 1 or wanted.dtype not in IDS:
@@ -94,7 +93,7 @@ def is_columns(wanted: Any, n_columns: int) -> bool:
 
 
 def check_checkpointing(options: Mapping[str, Any]) -> None:
-    """Of `gradient_checkpointing_kwargs`: what torch's checkpoint takes, but for one form that loses gradients."""
+    """`gradient_checkpointing_kwargs` may have what torch's checkpoint takes, except one form that loses gradients."""
     for name, value in options.items():
         if name not in CHECKPOINT_OPTIONS:
             raise ValueError(
@@ -106,8 +105,8 @@ def check_checkpointing(options: Mapping[str, Any]) -> None:
             )
     if options.get("use_reentrant"):
         raise ValueError(
-            "gradient_checkpointing_kwargs has use_reentrant = True: that form loses the gradients of what blocks hand "
-            "on in tuples; give use_reentrant=False, or leave it out"
+            "gradient_checkpointing_kwargs has use_reentrant = True: that form loses the gradients of tensors that "
+            "blocks return in tuples; give use_reentrant=False, or leave it out"
         )
 
 
@@ -115,28 +114,28 @@ def check_device_map(device_map: Mapping[str, object]) -> None:
     devices = sorted({str(device) for device in device_map.values()})
     if len(devices) > 1 or devices == ["disk"]:
         raise ValueError(
-            f"device_map has put parts of the model on {' and '.join(devices)}: the embedding is also the output "
-            "table, so all of it must be on one device; give device_map='cuda:0' or 'cpu', or a narrower dtype"
+            f"device_map has put parts of the model on {' and '.join(devices)}: the embedding is tied to the output, "
+            "so the full model must be on one device; give device_map='cuda:0' or 'cpu', or a lower-precision dtype"
         )
 
 
 def check_caching(config: ModelConfig, labels: Tensor | None) -> None:
     if torch.compiler.is_exporting():
         raise ValueError(
-            "torch.export with a cache: how many streams a token takes depends on the text, so no exported graph can "
-            "hold them; export with use_cache=False"
+            "torch.export with a cache: the number of streams per token depends on the text, so an exported graph "
+            "cannot hold them; export with use_cache=False"
         )
     if labels is not None:
-        raise ValueError("labels with a cache: a loss needs gradients through all of a row, so give use_cache=False")
+        raise ValueError("labels with a cache: a loss needs gradients through the full row, so give use_cache=False")
     if config.fork_layers and config.budget_mode == "fixed":
         raise ValueError(
-            "a fixed budget looks at the whole block, so no cache can follow it: give use_cache=False, or open the "
+            "a fixed budget applies to the full context, so it cannot be cached: give use_cache=False, or load the "
             "model with budget_mode='proportional'"
         )
 
 
 def check_length(block_size: int, settings: GenerationConfig, attention_mask: Tensor | None) -> None:
-    """`max_length` is final here; there is no mask where nothing is padded."""
+    """`max_length` is final here; without padding there may be no mask."""
     if attention_mask is not None:
         longest, new = int(attention_mask.sum(1).max()), settings.max_length - attention_mask.shape[1]
     elif settings.max_new_tokens is not None:
@@ -147,14 +146,14 @@ def check_length(block_size: int, settings: GenerationConfig, attention_mask: Te
         return
     if longest + new > block_size:
         raise ValueError(
-            f"a prompt of {longest} and {new} new tokens are more than block_size = {block_size}, and a row does not "
-            "slide past it: "
+            f"a prompt of {longest} and {new} new tokens are more than block_size = {block_size}, and there is no "
+            "sliding window: "
             + (f"ask for at most {block_size - longest}" if longest < block_size else f"shorten it to {block_size - 1}")
         )
 
 
 def check_labels(labels: Tensor, is_real: Tensor) -> None:
-    """Nothing predicts them, but the Trainer's `num_items_in_batch` counts them: the mean would be too small."""
+    """Rejects labels that nothing predicts but that `num_items_in_batch` counts: the mean would be too small."""
     if torch.compiler.is_compiling():
         return
     unpredicted = (labels[:, 1:] != IGNORED) & ~is_real[:, :-1]
@@ -170,6 +169,6 @@ def check_labels(labels: Tensor, is_real: Tensor) -> None:
 def of_columns(name: str, values: Tensor, ids: Tensor) -> Tensor:
     if values.shape != ids.shape:
         raise ValueError(
-            f"input_ids have shape {tuple(ids.shape)}, {name} {tuple(values.shape)}: give one number for each id"
+            f"input_ids have shape {tuple(ids.shape)}, {name} {tuple(values.shape)}: give one number per id"
         )
     return values

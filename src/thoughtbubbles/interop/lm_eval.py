@@ -1,12 +1,12 @@
 """Our models in EleutherAI's lm-evaluation-harness: `lm_eval --model thoughtbubbles --model_args checkpoint=DIR`.
 
-The harness asks for log-likelihoods and for text. Rows of different lengths share a batch, and each is told its own
-length, so it gets what it gets alone. With block selection, padding would otherwise compete for the budget: the `hf`
-model of the harness pads on the right and says nothing of it.
+The harness requests log-likelihoods and generated text. Rows of different lengths share a batch, and the model is given
+their lengths, so padding does not change their results. Without lengths, padding would compete for the budget of block
+selection: the `hf` model of the harness pads on the right and does not pass a mask.
 
-The harness knows the models of its own list; others must be imported before they are asked for. The definitions that
-`harness_tasks` writes name `LocalTask`, which is here: reading one imports this file, and so the stock command learns
-the name `thoughtbubbles`.
+The harness knows the models of its own list; others must be imported first. The definitions that `harness_tasks` writes
+refer to `LocalTask` in this file: reading one imports the file, which registers the name `thoughtbubbles` for the stock
+command.
 """
 
 import inspect
@@ -41,7 +41,7 @@ from thoughtbubbles.model.config import is_whole
 
 MAX_NEW = 256  # the harness's own default
 MOST_TOKENS = 2**40
-ASKED_BY_NOBODY = "cuda:0"  # what its command asks for without --device, on every machine
+ASKED_BY_NOBODY = "cuda:0"  # the default of --device in its command, on every machine
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 logger = logging.getLogger(__name__)
 
@@ -63,15 +63,15 @@ class ThoughtbubblesLM(TemplateLM):
     ):
         """
         checkpoint    a model folder, a checkpoint of a run, or a run (its newest checkpoint)
-        budget        streams per token in place of the model's own, such as 2, 1.5 or 4/3
-        dtype         float32, float64 or bfloat16 (matrix products only, as training on a GPU has them; where text is
-                      written, the weights too)
-        device        auto: cuda where there is one, else cpu
-        batch_tokens  tokens at a time, padding included; None: what suits the device
-        method        how texts are written, "cached" or "uncached"; None: whichever is exact for the model
-        compile       on cuda: texts are written in steps as graphs of compiled kernels
+        budget        streams per token, overrides the model's own, such as 2, 1.5 or 4/3
+        dtype         float32, float64 or bfloat16 (matrix products only, as in training on a GPU; for generation, the
+                      weights too)
+        device        auto: cuda if available, else cpu
+        batch_tokens  tokens per batch, including padding; None: depends on the device
+        method        how text is generated, "cached" or "uncached"; None: whichever is exact for the model
+        compile       on cuda: generate with CUDA graphs of compiled kernels
         batch_size, max_batch_size
-                      of the harness; not used, since rows differ too much in length for one number
+                      options of the harness; not used, since rows differ too much in length for one number
         """
         super().__init__()
         check_options(checkpoint, dtype=dtype, batch_tokens=batch_tokens, method=method, compile=compile)
@@ -79,7 +79,7 @@ class ThoughtbubblesLM(TemplateLM):
         tokenizer = load_folder_tokenizer(self.folder)
         if tokenizer is None:
             raise ValueError(
-                f"{self.folder} has no tokenizer: the harness asks in text; save the model with its tokenizer"
+                f"{self.folder} has no tokenizer: the harness works with text; save the model with its tokenizer"
             )
         self.tokenizer = tokenizer
         if device == ASKED_BY_NOBODY and not torch.cuda.is_available():
@@ -99,7 +99,7 @@ class ThoughtbubblesLM(TemplateLM):
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> "ThoughtbubblesLM":
-        """From --model_args and, where they say nothing, from options such as --device, which always has a value."""
+        """From --model_args, else from options such as --device, which always has a value."""
         options = {name: value for name, value in (additional_config or {}).items() if value is not None}
         known = inspect.signature(cls.__init__).parameters
         if unknown := sorted(name for name in arg_dict if name not in known or name == "self"):
@@ -167,7 +167,7 @@ class ThoughtbubblesLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Whole documents: every token once, from as many tokens before it as its window has room for."""
+        """Full documents: every token is scored once, given as many tokens before it as fit into its window."""
         windows = [self._windows(*request.args) for request in requests]
         flat = [(None, context, scored) for of_one in windows for context, scored in of_one]
         answers = iter(self._loglikelihood_tokens(flat, disable_tqdm=disable_tqdm))
@@ -183,9 +183,9 @@ class ThoughtbubblesLM(TemplateLM):
         return [make_disjoint_window(window) for window in rolling]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Through the cache where that is exact; models with block selection read all of a row anew for each token."""
+        """With the KV cache where that is exact; models with block selection read the full row again for each token."""
         asked = self._generation_requests([request.args for request in requests])
-        # As `thoughtbubbles eval` does: writing reads all weights at every step.
+        # As in `thoughtbubbles eval`: generation reads all weights at every step.
         model = deepcopy(self.model).to(torch.bfloat16) if self.dtype == "bfloat16" else self.model
         with tqdm(total=len(asked), desc="texts", disable=disable_tqdm) as bar:
             done = generate(
@@ -213,13 +213,13 @@ class ThoughtbubblesLM(TemplateLM):
                 raise ValueError(f"generation_kwargs has {unknown[0]}: what can be set is {', '.join(SAMPLING)}")
             if not (is_whole(max_new) and 1 <= max_new < self.max_length):
                 raise ValueError(
-                    f"max_gen_toks = {max_new}: the model reads at most block_size = {self.max_length} tokens, the "
-                    f"prompt's among them; pass --gen_kwargs max_gen_toks={self.max_gen_toks}"
+                    f"max_gen_toks = {max_new}: the model reads at most block_size = {self.max_length} tokens, "
+                    f"including the prompt; pass --gen_kwargs max_gen_toks={self.max_gen_toks}"
                 )
             if not do_sample:
                 wanted = {"temperature": 0}
             repeat = f"{text} {settings}"
-            wanted["seed"] = Sampling(**wanted).seed + repeats[repeat]  # a request that is asked again draws anew
+            wanted["seed"] = Sampling(**wanted).seed + repeats[repeat]  # a repeated request draws a new sample
             repeats[repeat] += 1
             whole = self.tok_encode(text) or [self.eot_token_id]
             prompt = whole[-(self.max_length - max_new) :]
@@ -234,7 +234,7 @@ class ThoughtbubblesLM(TemplateLM):
         self.n_truncated += n_cut
         if n_cut:
             logger.warning(
-                "%d of %d prompts were cut on the left: the model reads at most %d tokens",
+                "%d of %d prompts were truncated on the left: the model reads at most %d tokens",
                 n_cut,
                 n_asked,
                 self.max_length,
@@ -245,7 +245,7 @@ class ThoughtbubblesLM(TemplateLM):
 
 
 def check_options(checkpoint: Any, *, dtype: Any, batch_tokens: Any, method: Any, compile: Any) -> None:
-    """What --model_args or a caller may have got wrong."""
+    """Validates what --model_args or a caller has given."""
     methods = (None, *get_args(Method))
     for name, value, is_right, remedy in (
         ("checkpoint", checkpoint, isinstance(checkpoint, (str, Path)), "give the model's folder"),
@@ -254,7 +254,7 @@ def check_options(checkpoint: Any, *, dtype: Any, batch_tokens: Any, method: Any
             "batch_tokens",
             batch_tokens,
             batch_tokens is None or (is_whole(batch_tokens) and 1 <= batch_tokens <= MOST_TOKENS),
-            "give a whole number, 1 or more",
+            "give a whole number of 1 or more",
         ),
         ("method", method, method in methods, f"choose one of {', '.join(get_args(Method))}, or leave it out"),
         ("compile", compile, isinstance(compile, bool), "give True or False"),
@@ -280,7 +280,7 @@ def _normalized(settings: Any, max_new: int) -> dict[str, Any]:
 
 
 class LocalTask(ConfigurableTask):
-    """A task of upstream's whose documents lie in local files of JSON lines."""
+    """An upstream task whose documents are in local JSON Lines files."""
 
     def __init__(self, config: dict[str, Any]):
         super().__init__(config={name: value for name, value in config.items() if name != "class"})

@@ -1,14 +1,14 @@
-"""Modelling code that travels with the weights, for `trust_remote_code=True` where this package is not installed.
+"""Modelling code exported with the weights, for `trust_remote_code=True` where this package is not installed.
 
-Hugging Face fetches Python files that lie beside the weights and follows `from .name import …` between them. So every
-module that the wrapper needs is written there as one flat file, its text unchanged but for the imports:
+Hugging Face loads Python files next to the weights and follows `from .name import …` between them. So every module that
+the wrapper needs is written there as one flat file, unchanged except for its imports:
 
     from thoughtbubbles.model.block import Block         →  from .model_block import Block
     from thoughtbubbles.model import head                →  from .model_head import this_module as head
-    from jaxtyping import Float                          →  from .shapes import Float   (a stand-in, checks nothing)
-    from thoughtbubbles.checkpoint import load     →  an error that says so       (stays at home; in functions)
+    from jaxtyping import Float                          →  from .shapes import Float   (a stub that checks nothing)
+    from thoughtbubbles.checkpoint import load           →  an ImportError              (not exported; in functions)
 
-GPU kernels stay at home: `kernels` then says that it has none, and every step takes its reference implementation.
+GPU kernels are not exported: `kernels` then reports that there are none, and reference implementations run.
 """
 
 import ast
@@ -27,14 +27,14 @@ AUTO_MAP = {
     "AutoConfig": "configuration_thoughtbubbles.ThoughtbubblesConfig",
     "AutoModelForCausalLM": "modeling_thoughtbubbles.ThoughtbubblesForCausalLM",
 }
-INSTALLED = {"torch", "transformers", *sys.stdlib_module_names}  # what the reader has
-NO_KERNELS = ("HAS_TRITON", "HAS_TRITON = False  # the kernels stay with the package")
+INSTALLED = {"torch", "transformers", *sys.stdlib_module_names}  # what users of the export have
+NO_KERNELS = ("HAS_TRITON", "HAS_TRITON = False  # the kernels are not exported")
 THIS_MODULE = """
 import sys  # noqa: E402
 
 this_module = sys.modules[__name__]
 """
-SHAPES = '''"""Shapes in annotations, for people: nothing is checked here."""
+SHAPES = '''"""Shapes in annotations, for readers: nothing is checked here."""
 
 
 class Shaped:
@@ -47,7 +47,7 @@ Bool = Float = Int = Shaped
 
 
 def remote_code() -> dict[str, str]:
-    """Every file by name. The same sources give the same files."""
+    """All files by name. The same sources give the same files."""
     travelling = closure()
     files = {flat_name(module): rewritten(module, travelling) for module in travelling}
     for name in files:
@@ -57,7 +57,7 @@ def remote_code() -> dict[str, str]:
 
 
 def closure() -> list[str]:
-    """The modules that must travel: the entries, and what they import when they are imported themselves."""
+    """The modules to export: the entries, and what they import at the top level, recursively."""
     found, waiting = [], list(ENTRIES)
     while waiting:
         module = waiting.pop()
@@ -112,7 +112,7 @@ def rewritten(module: str, travelling: list[str]) -> str:
     lines, tree = text.splitlines(), ast.parse(text)
     at_top = set(top_imports(tree))
     imports = [node for node in ast.walk(tree) if isinstance(node, (ast.ImportFrom, ast.Import))]
-    for node in sorted(imports, key=lambda node: node.lineno, reverse=True):  # from below: line numbers stay true
+    for node in sorted(imports, key=lambda node: node.lineno, reverse=True):  # from the bottom: line numbers stay valid
         new = rewritten_import(node, travelling, is_top=node in at_top)
         if new is not None:
             lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + line for line in new]
@@ -121,15 +121,15 @@ def rewritten(module: str, travelling: list[str]) -> str:
 
 
 def rewritten_import(node: ast.ImportFrom | ast.Import, travelling: list[str], *, is_top: bool) -> list[str] | None:
-    """The lines in an import's place; None leaves it as it is."""
+    """The lines that replace an import; None leaves it unchanged."""
     if isinstance(node, ast.Import) or node.module == "jaxtyping":
         roots = {alias.name.split(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
-        assert roots <= INSTALLED, f"line {node.lineno}: {roots - INSTALLED} would have to travel too"
+        assert roots <= INSTALLED, f"line {node.lineno}: {roots - INSTALLED} is not installed there"
         return None if isinstance(node, ast.Import) else [f"from .shapes import {names(node)}"]
     assert node.module is not None
     targets = own_targets(node)
     if not targets:
-        assert node.module.split(".")[0] in INSTALLED, f"line {node.lineno}: {node.module} would have to travel too"
+        assert node.module.split(".")[0] in INSTALLED, f"line {node.lineno}: {node.module} is not installed there"
         return None
     if not set(targets) <= set(travelling):
         assert not is_top

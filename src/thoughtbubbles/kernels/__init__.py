@@ -1,11 +1,11 @@
-"""GPU kernels in Triton, and the one place that says what they are available for.
+"""GPU kernels in Triton, and the one place that decides where they are available.
 
-Nothing here is needed to run a model: every kernel has a reference implementation in model/ or train/ that says what it
+No kernel is needed to run a model: every one has a reference implementation in model/ or train/ that defines what it
 computes. ops.py registers the operators that models call.
 
     attention, rotary, norm, gelu, sums    a block, forward and backward
     fork, loss                             the decisions of a fork layer; the mixture loss
-    adamw                                  the optimizer's step
+    adamw                                  the optimizer step
     decode                                 a decoding step: blocks on few rows, over a KV cache
 """
 
@@ -19,18 +19,18 @@ HAS_TRITON = find_spec("triton") is not None
 HALF = (torch.bfloat16, torch.float16)
 ATTENTION_HEAD_SIZES = (16, 32, 64, 128)
 DECODING_HEAD_SIZES = (32, 64, 128)
-DECODING_CHANNELS = 256  # the width must be a multiple
-MOST_STREAMS_PER_BUBBLE = 1024  # a program of the loss holds a few numbers for each of them in registers
+DECODING_CHANNELS = 256  # the width must be a multiple of this
+MOST_STREAMS_PER_BUBBLE = 1024  # a program of the loss holds a few numbers per stream in registers
 _enabled = True
 
 
 def available(device: torch.device | str) -> bool:
-    """Whether our kernels run on this device at all: a GPU, with Triton, and not switched off."""
+    """Whether our kernels run on this device at all: a GPU, with Triton, and not disabled."""
     return HAS_TRITON and _enabled and torch.device(device).type == "cuda"
 
 
 def for_blocks(device: torch.device | str, dtype: torch.dtype) -> bool:
-    """Residual add with LayerNorm, and bias with GELU: next to matrix products in half precision (their `dtype`)."""
+    """Residual add with LayerNorm, and bias with GELU, if matrix products (`dtype`) are in half precision."""
     return available(device) and dtype in HALF
 
 
@@ -47,14 +47,14 @@ def for_adamw(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def for_decoding(device: torch.device | str, dtype: torch.dtype, *, width: int, head_size: int) -> bool:
-    """On NVIDIA's GPUs, in half precision, for widths that divide into the kernels' tiles, as all the paper's do."""
+    """On NVIDIA GPUs, in half precision, for widths that are multiples of the kernels' tiles (all the paper's are)."""
     has_shape = width % DECODING_CHANNELS == 0 and head_size in DECODING_HEAD_SIZES
     return available(device) and torch.version.cuda is not None and dtype in HALF and has_shape
 
 
 @contextmanager
 def disabled() -> Iterator[None]:
-    """Reference implementations only, to compare with."""
+    """Uses only reference implementations, for comparison."""
     global _enabled
     before, _enabled = _enabled, False
     try:

@@ -1,15 +1,15 @@
-"""AdamW for all parameters in one launch, and the sum of squares of all gradients in another.
+"""AdamW for all parameters in one launch, and the sum of squares of all gradients in another one.
 
     g ← c · g,                      c = min(1, clip / (‖g‖ + 1e-6)), over all tensors
     m ← m + (1 − β₁)(g − m)
     v ← v + (1 − β₂)(g² − v)
     p ← p − lr · (λp + m̂ / (√v̂ + ε)),      m̂ = m / (1 − β₁ᵗ),  v̂ = v / (1 − β₂ᵗ)
 
-Memory is all that counts: p, g, m, v are read once, p, m, v are written once. (torch's fused kernel also writes c · g.)
-A table on the device has the addresses; all tensors are cut into pieces, and a second table has the tensor of each
-piece. Whether the step is taken, c and t are read on the device too: the host waits for nothing. The squares of a piece
-are added up by one program and its sum has a place of its own: no atomics, so the same bits every time. The reference
-is the torch path of `train/optim.py`.
+The step is memory-bound: p, g, m, v are read once, p, m, v are written once. (torch's fused kernel also writes c · g.)
+A table on the device holds the addresses; all tensors are cut into pieces, and a second table holds the tensor of each
+piece. Whether the step is taken, c and t are read on the device too, so the host never waits. One program sums the
+squares of a piece into its own slot, without atomics, so the result is bitwise deterministic. The reference
+implementation is the torch path of `train/optim.py`.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 PIECE = 4096  # elements that one program squares
-BLOCK = 1024  # that one updates: with four tensors to read, fewer of each keep the memory busy
+BLOCK = 1024  # elements that one program updates: with four tensors to read, fewer of each keep the memory busy
 WARPS = 4
 WIDTH = tl.constexpr(7)  # of the table: addresses of p, g, m, v; elements; first piece; whether it decays
 BYTES = tl.constexpr(4)  # of an element
-WIDE = tl.constexpr(16)  # bytes that a thread reads at once where the address allows it
+WIDE = tl.constexpr(16)  # bytes that a thread reads in one load where the address allows it
 
 
 @triton.jit
@@ -101,7 +101,7 @@ class Entry(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Where everything is. Good for as long as it keeps the tensors from being freed."""
+    """Where all tensors are. Keeps them alive, so that the addresses stay valid."""
 
     table: Int[Tensor, "tensors 7"]
     owner: Int[Tensor, "pieces"]  # the tensor of each piece
@@ -110,7 +110,7 @@ class Plan(NamedTuple):
 
 
 class Planner:
-    """Uploads the tables only when something has moved, which the gradients of a CUDA graph never do."""
+    """Uploads the tables only when a tensor has moved, which the gradients of a CUDA graph never do."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -118,7 +118,7 @@ class Planner:
         self._sizes: list[int] | None = None
 
     def plan(self, entries: Sequence[Entry], others: Sequence[Tensor] = ()) -> Plan:
-        """`others`: gradients that belong to the sum of squares alone."""
+        """`others`: gradients that count in the sum of squares only."""
         places: list[tuple[int, ...]] = [
             (p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), p.numel(), decays)
             for p, g, m, v, decays in entries
@@ -138,12 +138,12 @@ class Planner:
         return Plan(self._table, self._owner, self._n_updated, (entries, others))
 
     def _upload(self, table: Tensor) -> Tensor:
-        """From pinned memory of its own, so that nothing waits and nothing is overwritten while it is copied."""
+        """From newly pinned memory, so that nothing waits and nothing is overwritten during the copy."""
         return table.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else table
 
 
 def sum_of_squares(plan: Plan) -> Float[Tensor, ""]:
-    """Of all gradients, in float64."""
+    """The sum of squares of all gradients, in float64."""
     sums = torch.empty(len(plan.owner), device=plan.owner.device)
     if len(sums):
         with torch.cuda.device_of(sums):
@@ -162,7 +162,7 @@ def update(
     epsilon: float,
     decay: float,
 ) -> None:
-    """Of the entries, in place, with gradients times `factor`; `updates` is t. Nothing is written unless `taken`."""
+    """Updates the entries in place, with gradients times `factor`; `updates` is t. Writes nothing unless `taken`."""
     t = updates.double()
     scale1, scale2 = 1 / (1 - torch.pow(betas[0], t)), (1 - torch.pow(betas[1], t)).rsqrt()
     scalars = torch.stack([factor, taken.float(), scale1.float(), scale2.float()])

@@ -2,16 +2,16 @@
 
     weights = softmax over keys of (c · q·k + bias_key),    out = Σ weights · (P_key · v),    c = 1/√H
 
-The bias is a number per key, added to the logits in registers: no widened channels, nothing of size S × S. With the
+The bias, one number per key, is added to the logits in registers: no extra channels, nothing of size S × S. With the
 logits s, the weights w and dw = dout · (P v)ᵀ, the backward is
 
     ds = w · (dw − rowsum(dout · out)),  dq = c · ds k,  dk = c · dsᵀ q,  d(P v) = wᵀ dout,  dbias = column sum of ds.
 
-No kernel has atomics, since each number has one owner, so the bits are the same every time. `rotate_qkv` (rotary.py)
-adds the projections' bias, rotates q and k, multiplies v by P and puts each head's rows side by side; `_query_gradient`
-walks along the keys of a block of queries, `_key_gradient` along the queries of a block of keys, with the column sums
-for nothing. Both rotate their results back and write them where the projection wants them; sums of these over the
-streams are the gradient of its bias. The references are `fused_attention` and `reference_attention` in
+Each number is written by one program, without atomics, so results are bitwise deterministic. `rotate_qkv` (rotary.py)
+adds the projections' bias, rotates q and k, multiplies v by P and makes each head's rows contiguous. `_query_gradient`
+loops over the keys of a block of queries; `_key_gradient` loops over the queries of a block of keys and gets the column
+sums for free. Both rotate their results back and write them in the layout of the projection; their sums over the
+streams are the gradient of its bias. The reference implementations are `fused_attention` and `reference_attention` in
 model/attention.py, after `rotate`.
 """
 
@@ -28,17 +28,17 @@ from thoughtbubbles.kernels.launch import on_its_device
 from thoughtbubbles.kernels.rotary import rotate_back, rotate_qkv
 from thoughtbubbles.kernels.sums import column_sums
 
-LOG2E = tl.constexpr(1.4426950408889634)  # logits are kept in base 2: the GPU's exponential is
+LOG2E = tl.constexpr(1.4426950408889634)  # logits are in base 2, like the GPU's exponential
 
 
 class Tile(NamedTuple):
-    """Queries and keys that a program handles at a time, and how the compiler spreads them."""
+    """Queries and keys that a program handles at a time, and launch options."""
 
     queries: int
     keys: int
     warps: int = 4
     stages: int = 2
-    registers: int | None = None  # of a thread, at most: fewer let more programs run side by side
+    registers: int | None = None  # per thread, at most: fewer let more programs run concurrently
 
     def launch(self) -> dict[str, int]:
         most = {} if self.registers is None else {"maxnreg": self.registers}
@@ -83,7 +83,7 @@ def _attend_forward(  # type: ignore[no-untyped-def]
     q, k, v, bias2, out, lse, scale2, S, N,
     H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries of one head. Blocks with many keys come first, so that the last to finish are short."""
+    """A block of queries of one head. Blocks with many keys start first, so that the last to finish are short."""
     blocks = tl.cdiv(S, BM)
     first = (blocks - 1 - tl.program_id(0) % blocks) * BM
     bn = tl.program_id(0) // blocks
@@ -240,7 +240,7 @@ def _key_gradient(  # type: ignore[no-untyped-def]
     tl.store(to + half + i[None, :], right.to(dtype), mask=here)
     if VALUE:
         score = tl.load(value + b * S + n, mask=n < S, other=0.0)
-        # v here has been multiplied by the score already. Where that has vanished altogether, so has the gradient.
+        # v is already multiplied by the score here. Where the score has underflowed to 0, its gradient is 0 too.
         dscore = tl.sum(dv * val.to(tl.float32), 1) / tl.where(score > 0.0, score, 1.0)
         tl.store(dvalue + bn * S + n, dscore, mask=n < S)
         dv = dv * score[:, None]
@@ -254,10 +254,10 @@ def _tile(tiles: dict[int, Tile], head_size: int) -> Tile:
 
 
 def _described(rotated: Tensor, rows: tuple[int, int, int]) -> tuple[Any, Any, Any]:
-    """q, k and v as tables of rows, loaded some `rows` at a time by the GPU's copy engine.
+    """q, k and v as tables of rows, loaded `rows` at a time by the GPU's copy engine.
 
-    A block that goes past its head's last row reads rows of the next head, or of the next row of the batch. Kernels put
-    zeros in their place: without weight they count for nothing, unless they hold NaN.
+    A block that extends past its head's last row reads rows of the next head, or of the next row of the batch. Kernels
+    replace them by zeros: their weight is 0, but 0 times NaN would be NaN.
     """
     tables = (part.flatten(0, 2) for part in rotated)
     q, k, v = (TensorDescriptor.from_tensor(table, [n, table.shape[1]]) for table, n in zip(tables, rows, strict=True))
@@ -283,7 +283,7 @@ def forward(
     *,
     n_head: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The heads, and for the backward q, k and v as they were attended, and the log of the weights' sums."""
+    """The heads, and for the backward the rotated q, k and v and the log of the weights' sums."""
     batch, streams, head = _sizes(qkv, n_head)
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     rotated = qkv.new_empty(3, batch, n_head, streams, head)
@@ -316,7 +316,7 @@ def backward(
     *,
     is_bounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of qkv, of its bias, and of key bias and value score together (whatever, for one that is not there)."""
+    """Gradients of qkv, of its bias, and of key bias and value score together (undefined for one that is None)."""
     _, batch, n_head, streams, head = rotated.shape
     dout, cos, sin = dout.contiguous(), cos.contiguous(), sin.contiguous()
     dqkv = rotated.new_empty(batch, streams, 3 * n_head * head)

@@ -1,13 +1,13 @@
-"""Kernels of a decoding step: few rows, so that all time goes into reading weights, keys and values once.
+"""Kernels for a decoding step: with few rows, the time goes into reading weights, keys and values once.
 
     add_norm          x ← x + gate · (sum of partial products + bias),  h = LayerNorm(x)
-    linear            h · Wᵀ + bias, with GELU if wanted
-    partial_linear    products over parts of the channels, for `add_norm` to add up
-    attend            rotates, keeps the new keys and values, attends over all that are kept
+    linear            h · Wᵀ + bias, optionally followed by GELU
+    partial_linear    products over parts of the channels, for `add_norm` to sum
+    attend            rotates, stores the new keys and values, attends over all that are stored
 
-At these sizes a kernel spends as long on beginning and ending as on its work. So each lets the next one be launched as
-soon as its own inputs are there (programmatic dependent launch, on GPUs that have it): the next one is then in place,
-has loaded what nobody writes, and waits. The reference of all this is `Block` itself; rounding to the streams' dtype
+At these sizes a kernel spends as long on starting and ending as on its work. So each allows the next one to launch as
+soon as its own inputs are ready (programmatic dependent launch, on GPUs that support it): the next kernel then starts
+early, loads what nobody writes, and waits. The reference implementation is `Block`; rounding to the streams' dtype
 happens in the same places.
 """
 
@@ -22,11 +22,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-FEW_ROWS = 32  # up to here a row costs next to nothing; beyond, the library's matrix products are as fast
+FEW_ROWS = 32  # up to here an extra row costs almost nothing; beyond, the library's matrix products are as fast
 ROWS_OF_W, CHANNELS = 32, 256  # the tile of weights that a program holds at a time
-SLOTS = 64  # the kept streams that a program of `attend` looks at together
-PROGRAMS = 272  # of `attend`, two for each multiprocessor; but a head has at least 4, so that its slots come faster
-NOTHING = tl.constexpr(-1.0e30)  # a logit that no sum can bring back
+SLOTS = 64  # cached streams that a program of `attend` reads at a time
+PROGRAMS = 272  # of `attend`, two per multiprocessor; but at least 4 per head, so that its slots are read faster
+NOTHING = tl.constexpr(-1.0e30)  # a masked logit: its weight is exactly 0
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _linear(  # type: ignore[no-untyped-def]
     PART: tl.constexpr, PARTIAL: tl.constexpr, GELU: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Rows of w by rows of x, so that the long side of the product is the weights'."""
+    """w · xᵀ rather than x · wᵀ, so that the long side of the product is that of the weights."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     first = tl.program_id(1) * PART
     m = tl.arange(0, BM)
@@ -96,7 +96,7 @@ def _attend(  # type: ignore[no-untyped-def]
     N: tl.constexpr, W, S, BIAS: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr,
     PARTS: tl.constexpr, TURNS: tl.constexpr, BW: tl.constexpr, BS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row over one part of the kept slots; the last part are the new streams themselves."""
+    """One head of one row over one part of the cached slots; the last part is the new streams themselves."""
     bn, part = tl.program_id(0), tl.program_id(1)
     b, head = bn // N, bn % N
     half: tl.constexpr = H // 2
@@ -107,9 +107,9 @@ def _attend(  # type: ignore[no-untyped-def]
     end = tl.minimum((part + 1) * per_part, kept)
     base = bn.to(tl.int64) * S * H
     slot = part * per_part + s
-    here = slot < end  # nowhere in the last part, which begins after what is kept
+    here = slot < end  # always False in the last part, which begins after all cached slots
     at = base + slot[:, None] * H + h[None, :]
-    if TURNS == 1:  # what is kept does not depend on the kernel before
+    if TURNS == 1:  # the cached keys and values do not depend on the previous kernel
         k_left = tl.load(key + at, mask=here[:, None], other=0.0)
         k_right = tl.load(key + at + half, mask=here[:, None], other=0.0)
         v_left = tl.load(value + at, mask=here[:, None], other=0.0)
@@ -117,7 +117,7 @@ def _attend(  # type: ignore[no-untyped-def]
     if AHEAD:
         gdc_wait()
         gdc_launch_dependents()
-    # The queries, turned
+    # The rotated queries
     real = w < W
     row = (b * W + w) * 3 * N * H + head * H
     angle = (b * W + w)[:, None] * half + h[None, :]
@@ -131,7 +131,7 @@ def _attend(  # type: ignore[no-untyped-def]
     total = tl.zeros((BW,), tl.float32)
     sum_left, sum_right = tl.zeros((BW, half), tl.float32), tl.zeros((BW, half), tl.float32)
     if part < PARTS:
-        for _ in range(TURNS):  # as many as a full cache needs; past the end nothing is loaded
+        for _ in range(TURNS):  # enough for a full cache; nothing is loaded past the end
             if TURNS > 1:
                 k_left = tl.load(key + at, mask=here[:, None], other=0.0)
                 k_right = tl.load(key + at + half, mask=here[:, None], other=0.0)
@@ -193,7 +193,7 @@ def _join(  # type: ignore[no-untyped-def]
     out, stats, heads, W,
     N: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The parts of `_attend` as one."""
+    """Combines the parts of `_attend`."""
     bn, w = tl.program_id(0), tl.program_id(1)
     part, h = tl.arange(0, BP), tl.arange(0, H)
     if AHEAD:
@@ -212,7 +212,7 @@ def _join(  # type: ignore[no-untyped-def]
 
 @cache
 def _launching(device: torch.device) -> dict[str, bool]:
-    """Options of every launch: from Hopper on, ahead of the end of the kernel before."""
+    """Options of every launch: from Hopper on, a kernel launches before the previous one has ended."""
     ahead = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
     return {"AHEAD": ahead, "launch_pdl": ahead}
 
@@ -229,7 +229,7 @@ def linear(
 
 
 def partial_linear(x: Float[Tensor, "M K"], weight: Float[Tensor, "N K"]) -> Float[Tensor, "parts M N"]:
-    """Products over parts of the channels, in float32, without the bias: `add_norm` adds them up."""
+    """Products over parts of the channels, in float32, without the bias: `add_norm` sums them."""
     if x.shape[0] > FEW_ROWS:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)[None]
     tiles = x.shape[1] // CHANNELS
@@ -256,7 +256,7 @@ def add_norm(
     gate: Float[Tensor, "M"] | None,
     norm: torch.nn.LayerNorm,
 ) -> tuple[Float[Tensor, "M D"], Float[Tensor, "M D"]]:
-    """The streams after the update, and their norm. Without parts there is nothing to add."""
+    """The streams after the update, and their LayerNorm. Without parts nothing is added."""
     m, d = x.shape
     after, h = x if parts is None else torch.empty_like(x), torch.empty_like(x)
     _add_norm[(m,)](
@@ -279,7 +279,7 @@ def attend(
     place: Int[Tensor, "B W"],
     used: Int[Tensor, "B"],
 ) -> Float[Tensor, "M D"]:
-    """Attention of the new streams over all that are kept, and over each other in their order."""
+    """Causal attention of the new streams over all cached streams and over each other."""
     batch, heads, slots, size = key.shape
     width, options = place.shape[1], _launching(key.device)
     parts = min(triton.cdiv(slots, SLOTS), max(4, PROGRAMS // (batch * heads)))

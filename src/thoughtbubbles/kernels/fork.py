@@ -1,14 +1,14 @@
-"""Kernels of a fork layer's decisions: ranks of candidates, and the places of the survivors.
+"""Kernels for the decisions of a fork layer: ranks of candidates, and slots of survivors.
 
-    ranks          of each candidate: how many have a larger key among the tokens up to its own, and in its own
-    rank_in_row    how many have a larger key in the whole row
-    pack           survivors in their order, one a slot, and the slot of each candidate
+    ranks          for each candidate, the number with a larger key among the tokens up to its own, and in its own
+    rank_in_row    the number with a larger key in the full row
+    pack           the candidate in each slot (survivors in their order), and the slot of each candidate
 
-Ranks are counted pair by pair. The candidates of a row are ordered by token, and of two with one level the earlier is
-the larger, so all pairs but a few need a single comparison: candidate j of an earlier token counts for i if
-level_j ≥ level_i. Only near i, where tokens can be the same, is more to be asked. That is quadratic, as attention is;
+Ranks are counted pairwise. The candidates of a row are ordered by token, and at equal levels the earlier candidate has
+the larger key, so almost all pairs need one comparison: candidate j of an earlier token counts for i if
+level_j ≥ level_i. Only candidates near i, whose token can be the same, need more. That is quadratic, like attention;
 the 2048 candidates of 64 rows make 134 million pairs, a few thousandths of a step. The reference
-implementations are in model/selection.py; all these numbers are whole, so both give the same bits.
+implementations are in model/selection.py; everything is an integer, so both give the same bits.
 """
 
 import torch
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from thoughtbubbles.kernels.launch import on_its_device
 
-MINE, THEIRS = 64, 64  # the tile of pairs that a program looks at together
-PACKED = 1024  # candidates of a row that are packed together
+MINE, THEIRS = 64, 64  # the tile of pairs that a program compares at a time
+PACKED = 1024  # candidates of a row that are packed at a time
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _ranks(  # type: ignore[no-untyped-def]
     key, token, rank, rank_in_bubble, C,
     WHOLE: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """Candidates i of one row; BI is a multiple of BJ. Pairs (i, j) before `near` need the levels alone."""
+    """Candidates i of one row; BI is a multiple of BJ. Pairs (i, j) with j before `near` need only the levels."""
     row, first = tl.program_id(1).to(tl.int64) * C, tl.program_id(0) * BI
     key += row
     token += row
@@ -43,7 +43,7 @@ def _ranks(  # type: ignore[no-untyped-def]
     near, until = first, tl.minimum(first + BI, C)
     if WHOLE:
         until = C
-    else:  # from the first candidate of the first token to the last one of the last token, in whole tiles
+    else:  # from the first candidate of the first token to the last one of the last token, in full tiles
         my_token = tl.load(token + i, mask=i < C, other=-1)[:, None]
         first_token, last_token = tl.load(token + first), tl.load(token + until - 1)
         while (near > 0) & (tl.load(token + tl.maximum(near - 1, 0)) == first_token):

@@ -1,11 +1,11 @@
-"""Bias and exact GELU in one pass, and back with the sums for the bias (but for a last short pass) in one too.
+"""Bias and exact GELU in one pass; the backward, with the bias gradient, takes one pass and a short one for the sums.
 
     y = z · Φ(z),    dz = dy · (Φ(z) + z · φ(z)),    z = x + bias
 
-Φ(−|z|), a tail of the normal distribution, is a polynomial in 1 / (1 + p|z|) times the density φ that the backward
-needs anyway (Abramowitz and Stegun 7.1.26; |error| < 8e-8, far below what rounding to bfloat16 costs, but for z < −5,
-where both are next to nothing). The usual error function alone takes longer than reading the numbers. The reference
-is `F.gelu(x + bias)`.
+Φ(−|z|), a tail of the normal distribution, is a polynomial in 1 / (1 + p|z|) times the density φ, which the backward
+needs anyway (Abramowitz and Stegun 7.1.26; |error| < 8e-8, far below the rounding error of bfloat16 except for z < −5,
+where both are almost 0). The usual error function alone takes longer than reading the input. The reference
+implementation is `F.gelu(x + bias)`.
 """
 
 import torch
@@ -17,7 +17,7 @@ from thoughtbubbles.kernels.launch import on_its_device
 from thoughtbubbles.kernels.sums import column_sums
 
 ROWS, BACKWARD_ROWS, COLUMNS = 4, 2, 1024  # of a program's tile
-DEEP = 32  # tiles below one another that a program of the backward adds up
+DEEP = 32  # tiles that a program of the backward sums, one below the other
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What launches have in common: the device, and how many programs fill it."""
+"""Helpers for kernel launches: the right device, and how many programs fill it."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -14,7 +14,7 @@ MULTIPROCESSORS = 132  # of an H200
 def on_its_device(
     launch: Callable[Concatenate[torch.Tensor, Rest], Result],
 ) -> Callable[Concatenate[torch.Tensor, Rest], Result]:
-    """Kernels are launched on the current GPU, which must be the one of the first tensor."""
+    """Kernels launch on the current GPU, so this makes the first tensor's GPU the current one."""
 
     @wraps(launch)
     def launched(first: torch.Tensor, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
@@ -25,6 +25,6 @@ def on_its_device(
 
 
 def programs_for(x: torch.Tensor, work: int, *, each: int) -> int:
-    """`each` for every multiprocessor of the tensor's GPU, but no more than there is work."""
+    """`each` programs per multiprocessor of the tensor's GPU, but at most `work`."""
     count = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else MULTIPROCESSORS
     return max(1, min(work, each * count))

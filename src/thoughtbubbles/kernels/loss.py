@@ -1,12 +1,12 @@
-"""The loss of a window of rows and all its gradients but the products, from logits that are read twice.
+"""The loss of a window of rows and its gradients for logits and scores, from logits that are read twice.
 
-    read     each row of a bubble: the largest logit and the sum of exponentials, so its log-likelihood l_j
+    read     each row of a bubble: the largest logit and the sum of exponentials, which give its log-likelihood l_j
     merge    weights w and responsibilities ρ of the bubble; its loss, and w_j − ρ_j for the scores
-    write    ρ_j · (softmax(logits_j) − onehot(target)) for each row, backwards, so that what was read last and is
-             still in the cache comes first
+    write    ρ_j · (softmax(logits_j) − onehot(target)) for each row, in reverse order, so that the logits read last,
+             which are still in the GPU's cache, come first
 
-A program has one whole bubble: no sums between programs, so no atomics and the same bits every time. The reference is
-`_reference_chunks` in model/loss.py.
+One program handles a full bubble: no sums across programs, so no atomics and bitwise deterministic results. The
+reference implementation is `_reference_chunks` in model/chunked_loss.py.
 """
 
 import torch
@@ -15,13 +15,13 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-COLUMNS, TOGETHER, WARPS = 8192, 8, 32  # the piece of a row that a program reads at a time; neighbours in one thread
+COLUMNS, TOGETHER, WARPS = 8192, 8, 32  # the part of a row that a program reads at a time; adjacent columns per thread
 LOWEST = tl.constexpr(-1.0e30)  # below every logit, and unlike −∞ it can be subtracted from itself
 
 
 @triton.jit
 def _log_normaliser(row, V: tl.constexpr, LANES: tl.constexpr, TOGETHER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """logsumexp of a row. Each lane has its own maximum and sum until the end: no thread waits for another."""
+    """logsumexp of a row. Each lane keeps its own maximum and sum until the end, so no thread waits for another."""
     column = tl.arange(0, LANES)[:, None] * TOGETHER + tl.arange(0, TOGETHER)[None, :]
     most = tl.full((LANES,), LOWEST, tl.float32)
     total = tl.zeros((LANES,), tl.float32)
@@ -57,7 +57,7 @@ def _write_zeros(grad, V: tl.constexpr, LANES: tl.constexpr, TOGETHER: tl.conste
 
 @triton.jit
 def _log_likelihood(row, normaliser, target, V: tl.constexpr):  # type: ignore[no-untyped-def]
-    """NaN for a target that is no column: never quietly another one."""
+    """NaN for a target outside the vocabulary, never silently another token."""
     return tl.load(row + target, mask=(target >= 0) & (target < V), other=float("nan")) - normaliser
 
 
@@ -144,7 +144,7 @@ def mixture(
     """For the rows `begin` … of the window: fills `logits_grad`, and `nll` and `score_grad` for what the window owns.
 
     It owns the bubbles that begin in its first `n_owned` rows; the rows of others get no gradient here. The loss of a
-    bubble stands at its first row, 0 at the rest. `logits_grad` may be `logits` itself; without it no gradient is made.
+    bubble is written to its first row, 0 to the rest. `logits_grad` may be `logits` itself; if None, no gradients.
     """
     vocabulary = logits.shape[1]
     columns = min(COLUMNS, triton.next_power_of_2(max(vocabulary, TOGETHER)))

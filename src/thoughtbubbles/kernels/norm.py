@@ -1,14 +1,14 @@
-"""Residual add and the LayerNorm after it as one pass over the streams, forward and backward.
+"""Residual add fused with the LayerNorm after it: one pass over the streams, forward and backward.
 
     x' = x + P · (update + update_bias),    h = LayerNorm(x') = x̂ · weight + bias,    x̂ = (x' − mean) · rstd
 
-`update_bias` is the bias of the linear map that made the update, P the gate. With dh the gradient of h and dx' that of
-x' from all that comes later, g = dh · weight and averages over the channels,
+`update_bias` is the bias of the linear layer that made the update, P the gate. With dh the gradient of h, dx' that of
+x' from everything after it, g = dh · weight and averages over the channels,
 
     dx = dx' + rstd · (g − avg(g) − x̂ · avg(g · x̂)),    dupdate = P · dx,    dP = Σ dx · (update + update_bias),
 
-and sums over the streams for weight, bias and update_bias, which a program keeps for its rows and which are added up
-at the end: no atomics. The reference is what `AddNorm` in model/block.py does without this.
+and sums over the streams for weight, bias and update_bias, which each program computes for its rows and which are added
+at the end, without atomics. The reference implementation is the other branch of `AddNorm` in model/block.py.
 """
 
 import torch
@@ -22,7 +22,7 @@ from thoughtbubbles.kernels.sums import column_sums
 # Measured on an H200 (docs/guides/speed.md).
 FORWARD_WARPS = {1024: 2, 2048: 8}  # by channels, rounded up
 BACKWARD_WARPS = {1024: 2, 2048: 4}
-RESIDENT_WARPS = 12  # of the backward, side by side on a multiprocessor: its sums need many registers
+RESIDENT_WARPS = 12  # of the backward per multiprocessor: its sums need many registers
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _add_norm_backward(  # type: ignore[no-untyped-def]
     D: tl.constexpr, BD: tl.constexpr, UPDATE: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr,
     SUMMED: tl.constexpr, LATER: tl.constexpr,
 ):  # fmt: skip
-    """`x` is x' if SUMMED, else x, and x' is made again. LATER: something else has read x' too."""
+    """`x` is x' if SUMMED, else x, and x' is recomputed. LATER: x' has a gradient from elsewhere too."""
     d = tl.arange(0, BD)
     inside = d < D
     dweight = tl.zeros((BD,), tl.float32)
@@ -68,7 +68,7 @@ def _add_norm_backward(  # type: ignore[no-untyped-def]
     dupdate_bias = tl.zeros((BD,), tl.float32)
     first = tl.program_id(0).to(tl.int64)
     for i in range(tl.cdiv(R - tl.program_id(0), programs)):
-        row = first + i * programs  # rows that are read at a time lie side by side
+        row = first + i * programs  # rows that are read at the same time are adjacent
         at = row * D + d
         v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         upstream = tl.load(dh + at, mask=inside, other=0.0).to(tl.float32)
@@ -121,7 +121,7 @@ def forward(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x' (empty if nothing is added), h, and what the backward needs of the norm."""
+    """x' (empty if nothing is added), h, and the mean and rstd for the backward."""
     x = x.contiguous()
     channels = x.shape[-1]
     rows, width = x.numel() // channels, triton.next_power_of_2(channels)
@@ -152,7 +152,7 @@ def backward(
     has_sum: bool,
     update_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, of the update (if it has a dtype) and of the gate; and the sums for weight and both biases."""
+    """Gradients of x, of the update (if it has a dtype) and of the gate, and the sums for weight and both biases."""
     x = x.contiguous()
     channels, rows = x.shape[-1], mean.numel()
     dx = torch.empty_like(x)

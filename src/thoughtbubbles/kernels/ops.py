@@ -1,7 +1,7 @@
-"""Every operator that models call: registered with torch, with shapes for the compiler and gradients for autograd.
+"""All operators that models call, registered with torch, with shapes for the compiler and gradients for autograd.
 
 To torch.compile an operator is one opaque call. Files with Triton code are imported when an operator first runs, so a
-model can be built and read where there is no Triton.
+model can be built and loaded without Triton.
 """
 
 import math
@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LEAST_APART = -40.0  # key biases down to here may be left out of a key's weights until the end: nothing overflows
+LEAST_APART = -40.0  # key biases above this may be left out of a key's weights until the end without overflow
 
 
 def register(
@@ -24,7 +24,7 @@ def register(
     backward: Callable[..., Any] | None = None,
     save: Callable[..., None] | None = None,
 ) -> Callable[..., Any]:
-    """`compute` as an operator. `shapes` makes empty results; `save` keeps what `backward` needs."""
+    """Registers `compute` as an operator. `shapes` creates empty results; `save` stores what `backward` needs."""
     operator = torch.library.custom_op(f"thoughtbubbles::{name}", compute, mutates_args=())
     operator.register_fake(shapes)
     if backward is not None:
@@ -46,9 +46,9 @@ def attention(
     n_head: int,
     least_bias: float = -math.inf,
 ) -> Float[Tensor, "B S D"]:
-    """Heads side by side, from projections as they come out of one product: [q | k | v], heads contiguous in each.
+    """Concatenated heads, from the projections of one matrix product: [q | k | v], heads contiguous in each.
 
-    least_bias  a lower bound of the key biases, if one is known: the backward is faster where it is not too low
+    least_bias  a lower bound of the key biases, if known: the backward is faster if it is not too low
     """
     is_bounded = least_bias > LEAST_APART and qkv.dtype != torch.float16  # whose range is small
     return _attention(qkv, bias, cos, sin, key_bias, value, n_head, is_bounded)[0]  # type: ignore[no-any-return]
@@ -81,13 +81,13 @@ def _attention_shapes(qkv, bias, cos, sin, key_bias, value, n_head, is_bounded):
 def _attention_save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     _, bias, cos, sin, key_bias, value, _, ctx.is_bounded = inputs
     out, rotated, lse = output
-    ctx.set_materialize_grads(False)  # or torch fills zeros for what is kept here, as large as all projections
+    ctx.set_materialize_grads(False)  # else torch creates zeros for all that is saved here, as large as the projections
     ctx.bias_dtype = bias.dtype
     ctx.save_for_backward(rotated, out, lse, cos, sin, key_bias, value)
 
 
 def _attention_backward(ctx, dout, *_):  # type: ignore[no-untyped-def]
-    kept = ctx.saved_tensors  # asked once: activation checkpointing gives them once
+    kept = ctx.saved_tensors  # read once: activation checkpointing provides them only once
     *_, key_bias, value = kept
     dqkv, dqkv_bias, (dbias, dvalue) = _attention_gradients(dout, *kept, ctx.is_bounded)
     return (
@@ -120,7 +120,7 @@ _attention = register(
 _attention_gradients = register("attention_backward", _attention_gradients_forward, shapes=_attention_gradients_shapes)
 
 
-# GELU, with the bias before it
+# GELU after a bias
 
 
 def gelu(x: Float[Tensor, "*rows M"], bias: Float[Tensor, "M"]) -> Float[Tensor, "*rows M"]:
@@ -181,7 +181,7 @@ def add_norm(
 ) -> tuple[Float[Tensor, "*rows D"], Float[Tensor, "*rows D"]]:
     """x' = x + gate · (update + update_bias), and LayerNorm(x') in `dtype`.
 
-    save_sum  whether the backward keeps x', or x in its place: no memory at all, where another norm has kept x already
+    save_sum  whether x' is saved for the backward, or x instead, which takes no memory if another norm has saved x
     """
     if update is None:
         update_bias = gate = None
@@ -189,8 +189,8 @@ def add_norm(
 
 
 class _AddNorm(torch.autograd.Function):
-    """Not the operator's own gradient: an operator may not return its input, and the norm of streams to which nothing
-    is added passes them on. So their gradients meet here, where adding them costs nothing."""
+    """Not the operator's own gradient: an operator may not return its input, but without an update the streams are
+    returned as they are. So their gradients are added here, at no cost."""
 
     @staticmethod
     def forward(
@@ -282,7 +282,7 @@ _add_norm = register("add_norm", _add_norm_forward, shapes=_add_norm_shapes)
 _add_norm_gradients = register("add_norm_backward", _add_norm_gradients_forward, shapes=_add_norm_gradients_shapes)
 
 
-# Decisions of a fork layer: whole numbers, no gradients
+# Decisions of a fork layer: integers, no gradients
 
 
 def _ranks(key: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:

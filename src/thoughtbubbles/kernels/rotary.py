@@ -1,4 +1,4 @@
-"""Rotary embedding for attention's kernels: of queries and keys on the way in, and of their gradients on the way back.
+"""Rotary embedding for the attention kernels: of queries and keys in the forward, of their gradients in the backward.
 
 Channel i is paired with channel i + H/2, as in model/rope.py, whose `rotate` is the reference implementation.
 """
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def _halves(x, ROWS: tl.constexpr, H: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The left and the right half of the channels, which the rotation pairs."""
+    """The left and right halves of the channels, which the rotation pairs."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, H // 2)), (0, 2, 1)))
 
 

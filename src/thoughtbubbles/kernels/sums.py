@@ -1,6 +1,6 @@
-"""Sums over the streams, for gradients of biases and of norms: a pass over all rows, then a short one over its results.
+"""Sums over the streams, for gradients of biases and norms: a pass over all rows, then a short pass over its results.
 
-The reference is `x.sum(0, dtype=float32)`.
+The reference implementation is `x.sum(0, dtype=float32)`.
 """
 
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from thoughtbubbles.kernels.launch import programs_for
 
-ROWS, COLUMNS = 32, 128  # of a program's tile in a pass over many rows
-LAST_ROWS, LAST_COLUMNS = 128, 16  # and in the last one, in which a program has its columns to itself
-FEW = 2048  # rows that the last pass takes
+ROWS, COLUMNS = 32, 128  # a program's tile in a pass over many rows
+LAST_ROWS, LAST_COLUMNS = 128, 16  # and in the last pass, where one program sums all rows of its columns
+FEW = 2048  # the last pass takes at most so many rows
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _column_sums(x, sums, R, C, rows, BR: tl.constexpr, BC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of `rows` rows in each program: a multiple of its tile's."""
+    """Each program sums `rows` rows, a multiple of its tile's."""
     column = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     total = tl.zeros((BR, BC), tl.float32)
     for i in range(0, rows, BR):
@@ -29,7 +29,7 @@ def _column_sums(x, sums, R, C, rows, BR: tl.constexpr, BC: tl.constexpr):  # ty
 
 
 def column_sums(x: Float[Tensor, "R C"]) -> Float[Tensor, "C"]:
-    """In float32. `x` is contiguous."""
+    """Sums in float32 over the rows of a contiguous `x`."""
     rows, columns = x.shape
     if rows > FEW:
         blocks = triton.cdiv(columns, COLUMNS)
@@ -39,7 +39,7 @@ def column_sums(x: Float[Tensor, "R C"]) -> Float[Tensor, "C"]:
 
 
 def _summed(x: Float[Tensor, "R C"], each: int, tile_rows: int, tile_columns: int) -> Float[Tensor, "n C"]:
-    """Of `each` rows, rounded up to whole tiles."""
+    """Sums of `each` rows, rounded up to full tiles."""
     rows, columns = x.shape
     each = triton.cdiv(each, tile_rows) * tile_rows
     programs = triton.cdiv(rows, each)

@@ -1,5 +1,5 @@
-"""The paper, and only the paper.
+"""The model of the paper, and nothing else.
 
-To read it from top to bottom: transformer, fork, selection, attention, block, head, loss. Beside them: config (what a
-model is), budget (exact rounding), streams (the state between layers), rope, inputs (validation), cost (what it takes).
+Read in this order: transformer, fork, selection, attention, block, head, loss. They build on config (what defines a
+model), budget (exact rounding), streams (the state between layers), layout, rope, inputs (validation) and cost.
 """

@@ -2,13 +2,13 @@
 
     weights = softmax over keys of (c · q·k + bias_key),    out = Σ weights · (P_key · v),    c = 1/√H
 
-The paper's bias is c · log P. `reference_attention` writes the matrix out. `fused_attention` runs on a stock flash
-kernel, which takes no bias: q and k grow by 8 channels, two of which carry the bias as a high and a low part (so that
-bfloat16 keeps it), with ones on the query's side. No channel of q·k is lost, and nothing of size S × S is stored. In
-half precision on a GPU the fused path is a kernel of our own, which adds the bias in registers (kernels/attention.py).
+The paper's bias is c · log P. `reference_attention` materialises the matrix. `fused_attention` uses a stock flash
+kernel, which takes no bias: q and k get 8 extra channels, two of which hold the bias in k, as a high and a low part so
+that bfloat16 keeps it, and ones in q. No channel of q·k is lost, and nothing of size S × S is stored. In half precision
+on a GPU the fused path is our own kernel, which adds the bias in registers (kernels/attention.py).
 
-The authors' code carries log P in the last channel of k, with a 1 in that of q: there the bias does cost a channel of
-q·k. `Form.score_channel` is that: the last channel is left out of q·k, and the bias is added as always.
+The authors' code puts log P in the last channel of k, and 1 in the last channel of q, so their bias replaces a channel
+of q·k. `Form.score_channel` reproduces this: the last channel is left out of q·k, and the bias is added as usual.
 """
 
 import math
@@ -28,14 +28,14 @@ from thoughtbubbles.model.linear import Linear, product_dtype
 from thoughtbubbles.model.rope import rotate
 from thoughtbubbles.model.streams import at_least_float32
 
-EXTRA_CHANNELS = 8  # two are needed; kernels want head sizes in eighths
+EXTRA_CHANNELS = 8  # two are needed; flash kernels require head sizes that are multiples of 8
 
 
 class Update(NamedTuple):
-    """What attention or an MLP adds to the residual, before the scores gate it."""
+    """What attention or an MLP adds to the residual, before it is multiplied by the score."""
 
     value: Float[Tensor, "B S D"]
-    bias: Float[Tensor, "D"] | None = None  # still to be added: left to the kernel that adds the whole to the residual
+    bias: Float[Tensor, "D"] | None = None  # not added to `value` yet, if a kernel adds it later
 
     def total(self) -> Float[Tensor, "B S D"]:
         return self.value if self.bias is None else self.value + self.bias
@@ -44,7 +44,7 @@ class Update(NamedTuple):
 def attention_weights(
     q: Float[Tensor, "B N S H"], k: Float[Tensor, "B N S H"], layout: Layout
 ) -> Float[Tensor, "B N S S"]:
-    """The explicit matrix, in float32 or wider."""
+    """The explicit matrix, in at least float32."""
     with torch.autocast(q.device.type, enabled=False):
         logits = at_least_float32(q) @ at_least_float32(k).mT / math.sqrt(q.shape[-1])
         if layout.key_bias is not None:
@@ -64,25 +64,24 @@ def reference_attention(
 def fused_attention(
     q: Float[Tensor, "B N S H"], k: Float[Tensor, "B N S H"], v: Float[Tensor, "B N S H"], layout: Layout
 ) -> Float[Tensor, "B N S H"]:
-    """The same on the flash kernel of `scaled_dot_product_attention`."""
+    """The same function on the flash kernel of `scaled_dot_product_attention`."""
     head_size = q.shape[-1]
     v = gated(v, layout)
     if layout.key_bias is not None:
-        bias = layout.key_bias * math.sqrt(head_size)  # the kernel will divide by √H
+        bias = layout.key_bias * math.sqrt(head_size)  # the kernel divides by √H
         carried = F.pad(torch.stack(_in_two(bias, k.dtype), dim=-1), (0, EXTRA_CHANNELS - 2))
         k = torch.cat([k, carried[:, None].expand(-1, k.shape[1], -1, -1)], dim=-1)
         q = F.pad(F.pad(q, (0, 2), value=1.0), (0, EXTRA_CHANNELS - 2))
-        v = F.pad(v, (0, EXTRA_CHANNELS))  # flash kernels want one head size for all three
+        v = F.pad(v, (0, EXTRA_CHANNELS))  # flash kernels require one head size for q, k and v
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / math.sqrt(head_size))
     return out[..., :head_size]
 
 
 def _in_two(bias: Float[Tensor, "B S"], dtype: torch.dtype) -> tuple[Float[Tensor, "B S"], Float[Tensor, "B S"]]:
-    """The bias as a sum of two numbers of a lower-precision dtype: its leading bits, and the
-    rest, which has the gradient.
+    """The bias as a sum of two low-precision numbers: its leading bits, and the remainder, which has the gradient.
 
-    The bits are cut off as integers. A cast to bfloat16 and back would do in eager mode, but compiled code may skip it,
-    and then nothing is left for the rest.
+    Bits are cut off as integers. A cast to bfloat16 and back would do in eager mode, but compiled code may skip it,
+    and the remainder would be 0.
     """
     if bias.dtype == dtype:
         return torch.zeros_like(bias), bias
@@ -91,7 +90,7 @@ def _in_two(bias: Float[Tensor, "B S"], dtype: torch.dtype) -> tuple[Float[Tenso
 
 
 def recording_attention(kept: list[Tensor]) -> "AttentionPath":
-    """The reference path, which also appends each block's weights to `kept`."""
+    """The reference path, which also appends each block's attention weights to `kept`."""
 
     def path(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         kept.append(attention_weights(q, k, layout))
@@ -109,7 +108,7 @@ PATHS: dict[str, AttentionPath] = {"reference": reference_attention, "fused": fu
 
 
 class Attention(torch.nn.Module):
-    """Projections around an attention path. Heads are contiguous in the width."""
+    """Input and output projections around an attention path. Each head is a contiguous slice of the width."""
 
     def __init__(self, width: int, n_head: int, form: Form = OURS):
         super().__init__()

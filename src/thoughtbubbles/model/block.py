@@ -2,9 +2,9 @@
 
     x ← x + P · Attention(LayerNorm(x)),    x ← x + P · MLP(LayerNorm(x))
 
-Before the first fork layer every score is 1 and this is exactly a plain GPT block. Each addition and the LayerNorm
-after it are one pass over the streams (on a GPU, one kernel). So an update waits in `Residual` until the next norm adds
-it, if need be that of the next block.
+Before the first fork layer every score is 1 and this is exactly a plain GPT block. Each addition is fused with the
+LayerNorm after it (on a GPU, into one kernel). So an update stays pending in `Residual` until the next norm adds it;
+the last update of a block is added by the next block.
 """
 
 from typing import NamedTuple
@@ -22,11 +22,11 @@ from thoughtbubbles.model.linear import Linear, product_dtype
 
 
 class Residual(NamedTuple):
-    """The residual streams: x, and the last update, which is not added yet."""
+    """The residual streams x, and the pending update, which has not been added yet."""
 
     x: Float[Tensor, "B S D"]
     update: Update | None = None
-    is_saved: bool = False  # whether a norm has kept x for its backward: the next one need not keep a tensor of its own
+    is_saved: bool = False  # whether a norm has saved x for its backward: the next norm can reuse it
 
     def add(self, update: Update) -> "Residual":
         assert self.update is None, "a norm comes between two updates"
@@ -40,12 +40,12 @@ class Residual(NamedTuple):
 
 
 class AddNorm(nn.LayerNorm):
-    """Adds the update that waits, then LayerNorm, in the streams' own dtype whatever its weights have."""
+    """Adds the pending update, then applies LayerNorm, in the dtype of the streams (not of its weights)."""
 
     def forward(  # type: ignore[override]
         self, residual: Residual, gate: Float[Tensor, "B S"] | None
     ) -> tuple[Float[Tensor, "B S D"], Residual]:
-        """The norm, and the streams with the update added."""
+        """Returns the normalised streams, and the streams with the update added."""
         x, dtype = residual.x, product_dtype(residual.x)
         if kernels.for_blocks(x.device, dtype):
             update, update_bias = residual.update or (None, None)
@@ -70,7 +70,7 @@ class MLP(nn.Module):
         if self.form.tanh_gelu:
             return Update(self.down(F.gelu(self.up(x), approximate="tanh")))
         if kernels.for_blocks(x.device, product_dtype(x)):
-            # A copy of the bias: the next block uses it, when a sharded model may have let go of this one's weights.
+            # A copy of the bias: the next block uses it, when a sharded model may have freed this block's weights.
             return Update(self.down.product(ops.gelu(self.up.product(x), self.up.bias)), self.down.bias.clone())
         return Update(self.down(F.gelu(self.up(x))))
 

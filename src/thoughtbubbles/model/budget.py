@@ -1,12 +1,12 @@
-"""The budget: how many streams a row may hold for each of its tokens, as an exact fraction.
+"""The budget: how many streams a row may have per token, as an exact fraction.
 
 The paper's κ is a number of streams; ours is the ratio r = κ / T. Rounding must be exact: in floats
-ceil(1.1 · 50) is 56 and floor(1.15 · 100) is 114, one stream too many and one too few. So a budget travels as two
-integers, and every cap is integer arithmetic, on the GPU too.
+ceil(1.1 · 50) is 56 and floor(1.15 · 100) is 114, one stream too many and one too few. So a budget is stored as two
+integers, and every cap is computed in integer arithmetic, also on the GPU.
 
-A budget is at least 1. From `ModelConfig.max_bubble` on, the most that the fork layers can make of a token, no cap ever
-binds: such a budget is allowed wherever one can be given, and means no limit (`ModelConfig.is_unlimited`). The one
-bound is that of integers on the device: the numerator times the block size has to stay below 2⁶³ (`check_range`).
+A budget is at least 1. A budget of `ModelConfig.max_bubble` or more, the most streams that a token can have, never
+limits anything: it is always allowed and means no limit (`ModelConfig.is_unlimited`). The only upper bound is the range
+of int64: the numerator times the context length (`block_size`) must stay below 2⁶³ (`check_range`).
 """
 
 import re
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-Number = int | float | str | Fraction  # and whatever else writes itself as a decimal, such as NumPy's numbers
+Number = int | float | str | Fraction  # and anything else that prints as a decimal, such as NumPy's numbers
 BudgetLike = Number | Sequence[Number]
 
 INT64_MAX = 2**63 - 1
@@ -32,7 +32,7 @@ class Budget(NamedTuple):
 
     @classmethod
     def of(cls, value: "BudgetLike | Budget", *, name: str = "budget") -> "Budget":
-        """Reads a number, or one number per row. A float stands for the shortest decimal that denotes it."""
+        """Parses one number, or one per row. A float is read as the decimal that it prints as."""
         if isinstance(value, Budget):
             rows: list[Any] = _fractions(value, name)
         elif isinstance(value, Tensor):
@@ -48,7 +48,7 @@ class Budget(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """1 when the same budget serves every row."""
+        """1 if all rows have the same budget."""
         return len(self.numerator)
 
     def floor(self, tokens: Int[Tensor, "#B n"]) -> Int[Tensor, "_ n"]:
@@ -60,14 +60,14 @@ class Budget(NamedTuple):
         return -(-tokens * numerator // denominator)
 
     def largest_floor(self, tokens: int) -> int:
-        """The largest cap of any row, as a Python number: it sizes tensors."""
+        """The largest cap of any row, as a Python int: it sizes tensors."""
         return max(tokens * n // d for n, d in zip(self.numerator, self.denominator, strict=True))
 
     def largest_ceil(self, tokens: int) -> int:
         return max(-(-tokens * n // d) for n, d in zip(self.numerator, self.denominator, strict=True))
 
     def check_range(self, tokens: int, *, name: str = "budget") -> None:
-        """Caps are int64 on the device; a budget of very many digits would overflow there."""
+        """Caps are int64 on the device; a budget with very many digits would overflow."""
         if max(self.numerator) * tokens > INT64_MAX:
             raise ValueError(
                 f"{name} is too large or has too many digits for {tokens} tokens: round it, e.g. to 4 decimals"
@@ -83,7 +83,7 @@ class Budget(NamedTuple):
 
 
 def brief(value: object) -> str:
-    """A value as it is written, for a message of one line; Python itself refuses to write numbers of many digits."""
+    """A value's repr for a one-line message, shortened; Python refuses to print integers of very many digits."""
     try:
         text = repr(value).replace("\n", " ")
     except ValueError:
@@ -100,10 +100,10 @@ def _fractions(value: Budget, name: str) -> list[Any]:
 
 
 def _exact(value: Any, name: str) -> tuple[int, int]:
-    """Numerator and denominator of the decimal that was written."""
+    """Numerator and denominator of the decimal as written."""
     try:
         text = str(value)
-        # Fraction writes 1e99999999 out in full: looked at first, so that nobody waits for it.
+        # Fraction would expand 1e99999999 in full and take forever, so check the exponent first.
         exponent = re.search(r"[eE]([+-]?[\d_]+)\s*$", text)
         if isinstance(value, bool) or len(text) > 200 or (exponent and abs(int(exponent[1])) > 20):
             raise ValueError

@@ -1,17 +1,17 @@
-"""The loss of loss.py and its gradients, with the logits of one chunk of rows at a time.
+"""The loss of loss.py and its gradients, computed one chunk of rows at a time.
 
 With weights w = softmax(a) and responsibilities ρ = softmax(a + l) within a bubble,
 
     ∂nll/∂logits_j = ρ_j · (softmax(W h_j) − onehot(target)),    ∂nll/∂a_j = w_j − ρ_j.
 
-mean_loss       the mean over all real targets. A chunk owns whole bubbles, so it has all it needs for their
-                responsibilities, and every gradient is made in the forward pass while the chunk's logits are at hand.
-                The backward only scales them: right for one scalar, and for nothing else.
-row_log_prob    l_j for every row. The backward gets an upstream gradient for each row and computes the logits again.
+mean_loss       the mean over all targets that are not ignored. A chunk owns complete bubbles, so it has all it needs
+                for their responsibilities, and all gradients are computed in the forward pass while the chunk's logits
+                exist. The backward only scales them, which is correct for a scalar loss only.
+row_log_prob    l_j for every row. The backward gets one upstream gradient per row and recomputes the logits.
 
-Both are custom operators: opaque to torch.compile, so a graph does not grow with the number of chunks. On a GPU one
-kernel (kernels/loss.py) turns the logits of a chunk of `mean_loss` into their gradient; `_reference_chunks` is the
-reference.
+Both are custom operators, opaque to torch.compile, so a graph does not grow with the number of chunks. On a GPU one
+kernel (kernels/loss.py) turns the logits of a chunk of `mean_loss` into their gradient; `_reference_chunks` is its
+reference implementation.
 """
 
 from collections.abc import Iterator
@@ -24,15 +24,15 @@ from thoughtbubbles import kernels
 from thoughtbubbles.kernels import ops
 from thoughtbubbles.model.streams import accumulation_dtype, bubble_scan
 
-IGNORED = -100  # the target of a row that counts for nothing
-CHUNK_ROWS = {"cpu": 256, "cuda": 4096}  # at most: little memory, and matrix products large enough to be fast
-USUAL_VOCABULARY = 50304  # on a GPU the bound is on bytes: it holds for this many columns, fewer allow more rows
-TILE = 128  # rows that a matrix product on a GPU takes together: a chunk of one more would pay for all of them
-_ADDS_WIDE_PRODUCTS = "dtype_out" in torch.ops.aten.addmm.overloads()  # narrow operands onto a float32 sum, in one
+IGNORED = -100  # the target of a row that does not count
+CHUNK_ROWS = {"cpu": 256, "cuda": 4096}  # at most: little memory, but matrix products large enough to be fast
+USUAL_VOCABULARY = 50304  # on a GPU the bound is on bytes: a smaller vocabulary than this allows more rows
+TILE = 128  # rows in a tile of a matrix product on a GPU: one row more would cost a full tile
+_ADDS_FLOAT32_PRODUCTS = "dtype_out" in torch.ops.aten.addmm.overloads()  # float32 sum += bfloat16 @ bfloat16, fused
 
 
 def _chunk_rows(hidden: Tensor, weight: Tensor, *, overlap: int = 0) -> int:
-    """Rows in each of the fewest equal chunks that are small enough. The products of a chunk have `overlap` more."""
+    """Rows per chunk, for the fewest equal chunks that are small enough. A chunk's products have `overlap` more."""
     n_rows, kind = hidden.shape[0], hidden.device.type
     if kind == "cpu":
         return max(1, _up(n_rows, _up(n_rows, CHUNK_ROWS["cpu"])))
@@ -46,8 +46,8 @@ def _up(number: int, by: int) -> int:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32 or wider; only the CPU rounds a bfloat16 product on the way."""
-    if _widens(a):
+    """a @ b in at least float32; only the CPU rounds the product of bfloat16 factors first."""
+    if _gives_float32(a):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b).to(accumulation_dtype(a.dtype))
 
@@ -55,29 +55,29 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
-    elif _widens(a):
+    elif _gives_float32(a):
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
         out.copy_(torch.mm(a, b))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, added up within the product where the device can."""
+    """total += a @ b, fused into the matrix product where the device supports it."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif _widens(a) and _ADDS_WIDE_PRODUCTS:
+    elif _gives_float32(a) and _ADDS_FLOAT32_PRODUCTS:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.add_(_product(a, b))
 
 
-def _widens(a: Tensor) -> bool:
-    """Whether the device gives the float32 sums of this narrow operand's products without rounding them."""
+def _gives_float32(a: Tensor) -> bool:
+    """Whether the device can return products of this low-precision operand in float32, without rounding."""
     return a.is_cuda and a.dtype in (torch.bfloat16, torch.float16)
 
 
 class _Chunk:
-    """The likelihoods of some rows, and the gradients through them. Holds one (rows, V) buffer."""
+    """The log-likelihoods of some rows, and their gradients. Holds one (rows, V) buffer."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, target: Tensor):
         self.hidden, self.weight = hidden, weight
@@ -90,7 +90,7 @@ class _Chunk:
         self.log_prob = (at_target - largest - self.normaliser.log())[:, 0]
 
     def pull_back(self, upstream: Tensor, hidden_grad: Tensor, weight_grad: Tensor) -> None:
-        """Adds the gradient of Σ upstream · log_prob for the rows and for the weight. Consumes the buffer."""
+        """Adds the gradients of Σ upstream · log_prob for the rows and for the weight. Overwrites the buffer."""
         upstream = upstream[:, None]
         logits_grad = self.unnormalised.mul_(-upstream / self.normaliser)
         logits_grad.scatter_add_(1, self.target, upstream)
@@ -100,7 +100,7 @@ class _Chunk:
 
 
 class _Rows(NamedTuple):
-    """What there is to decode: rows and weight in the dtype of the products, scores in that of the sums."""
+    """The rows to decode: hidden and weight in the dtype of matrix products, scores in the dtype of sums."""
 
     hidden: Tensor
     weight: Tensor
@@ -112,7 +112,7 @@ class _Rows(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Of the summed loss; every one begins as zeros and is added to."""
+    """Gradients of the summed loss, accumulated from zero."""
 
     hidden: Tensor
     weight: Tensor
@@ -120,10 +120,10 @@ class _Gradients(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """Rows `begin` … `stop` have their logits at one time. The window owns the bubbles that begin in its first rows.
+    """Rows `begin` … `stop`, whose logits exist together. Owns the bubbles that begin in its first `n_owned` rows.
 
-    It is as much longer as the longest bubble that it may have to finish. So all cuts are known without a look at the
-    bubbles, which would be a wait for the device; what stands in two windows has a gradient in one of them only.
+    It extends past these rows far enough for the longest possible bubble. So all boundaries are known without reading
+    the bubbles, which would synchronise with the device. A row in two windows gets its gradient in one of them only.
     """
 
     begin: int
@@ -142,7 +142,7 @@ def _made_ahead(rows: _Rows, *, with_gradients: bool, by_kernel: bool) -> tuple[
     dtype = rows.log_score.dtype
     originals = rows.end == torch.arange(len(rows.end), device=rows.end.device)
     one_share = 1 / ((rows.target != IGNORED) & originals).sum().clamp(min=1).to(dtype)
-    nll = torch.zeros_like(rows.log_score)  # of a bubble at one of its rows
+    nll = torch.zeros_like(rows.log_score)  # of each bubble, at one of its rows
     grads = None
     if with_gradients:
         grads = _Gradients(*(torch.zeros_like(x, dtype=dtype) for x in (rows.hidden, rows.weight, rows.log_score)))
@@ -169,7 +169,7 @@ def _reference_chunks(rows: _Rows, nll: Tensor, grads: _Gradients | None) -> Non
             prior_weight = torch.where(counts, (prior - prior_total).exp(), 0)
             grads.score[here] += prior_weight - responsibility
             chunk.pull_back(-responsibility, grads.hidden[here], grads.weight)
-        del chunk  # before the next one is made: only one buffer at a time
+        del chunk  # before the next one is created: only one buffer at a time
 
 
 def _kernel_chunks(rows: _Rows, nll: Tensor, grads: _Gradients | None) -> None:
@@ -177,9 +177,9 @@ def _kernel_chunks(rows: _Rows, nll: Tensor, grads: _Gradients | None) -> None:
 
     log_score, target, start, end = (x.contiguous() for x in (rows.log_score, rows.target, rows.start, rows.end))
     windows = list(_windows(rows))
-    most, narrow = max((w.stop - w.begin for w in windows), default=0), rows.hidden.dtype
+    most, dtype = max((w.stop - w.begin for w in windows), default=0), rows.hidden.dtype
     every_logits = _room_for_logits(rows, most, torch.float32)
-    every_grad = every_logits if narrow == torch.float32 else _room_for_logits(rows, most if grads else 0, narrow)
+    every_grad = every_logits if dtype == torch.float32 else _room_for_logits(rows, most if grads else 0, dtype)
     for begin, stop, n_owned in windows:
         hidden, logits, logits_grad = rows.hidden[begin:stop], every_logits[: stop - begin], every_grad[: stop - begin]
         _product_into(logits, hidden, rows.weight.T)
@@ -203,11 +203,11 @@ def _kernel_chunks(rows: _Rows, nll: Tensor, grads: _Gradients | None) -> None:
 
 
 def _room_for_logits(rows: _Rows, n_rows: int, dtype: torch.dtype) -> Tensor:
-    """Rows begin at multiples of 16 numbers, whatever the vocabulary: matrix products are far slower otherwise."""
+    """Rows begin at multiples of 16 elements for any vocabulary: matrix products are far slower otherwise."""
     vocabulary = rows.weight.shape[0]
     room = torch.empty(n_rows, _up(vocabulary, 16) * 16, dtype=dtype, device=rows.weight.device)
     if room.shape[1] > vocabulary:
-        room[:, vocabulary:] = 0  # some products read beyond the end of a row, times zero: NaN would stay NaN
+        room[:, vocabulary:] = 0  # some products read past the end of a row, times zero: NaN would stay NaN
     return room[:, :vocabulary]
 
 
@@ -222,11 +222,11 @@ def _mean_loss(
     dtype: torch.dtype,
     with_gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss, 1 / number of real targets, and the gradients of the *sum* for rows, weight and scores (if wanted).
+    """Loss, 1 / number of targets, and the gradients of the *sum* for rows, weight and scores (if requested).
 
-    Of the sum, not of the mean: a share of 1 / n would underflow in a float16 product.
+    Of the sum, not of the mean: a factor of 1 / n would underflow in a float16 product.
     """
-    if hidden.device.type == "cpu":  # where looking costs no wait
+    if hidden.device.type == "cpu":  # where reading a value does not synchronise
         max_bubble = int((end - start).max()) + 1 if len(end) else 1
     rows = _Rows(hidden.to(dtype), weight.to(dtype), log_score, target, start, end, min(max_bubble, max(1, len(end))))
     return _made_ahead(
@@ -248,14 +248,14 @@ def _mean_loss_shapes(hidden, weight, log_score, target, start, end, max_bubble,
 
 
 def _keep_gradients(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    ctx.set_materialize_grads(False)  # nobody differentiates the gradients
+    ctx.set_materialize_grads(False)  # the gradients themselves are not differentiable
     ctx.dtypes = [x.dtype for x in inputs[:3]]
     ctx.save_for_backward(*output[1:])
 
 
 def _scale_gradients(ctx, upstream, *_):  # type: ignore[no-untyped-def]
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError("mean_loss has no second derivative: its gradients are made ahead, as constants")
+        raise RuntimeError("mean_loss has no second derivative: the forward computes its gradients, as constants")
     if upstream is None:
         return (None,) * 9
     one_share, *grads = ctx.saved_tensors
@@ -269,10 +269,10 @@ mean_loss = ops.register(
 
 
 def _row_log_prob(hidden: Tensor, weight: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
-    narrow = weight.to(dtype)
+    cast = weight.to(dtype)
     size = _chunk_rows(hidden, weight)
     pairs = zip(hidden.split(size), target.split(size), strict=True)
-    return torch.cat([_Chunk(rows.to(dtype), narrow, targets).log_prob for rows, targets in pairs])
+    return torch.cat([_Chunk(rows.to(dtype), cast, targets).log_prob for rows, targets in pairs])
 
 
 def _row_log_prob_shapes(hidden, weight, target, dtype):  # type: ignore[no-untyped-def]
@@ -282,12 +282,12 @@ def _row_log_prob_shapes(hidden, weight, target, dtype):  # type: ignore[no-unty
 def _row_log_prob_backward(
     upstream: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    narrow = weight.to(dtype)
+    cast = weight.to(dtype)
     hidden_grad, weight_grad = (torch.zeros_like(x, dtype=upstream.dtype) for x in (hidden, weight))
     size = _chunk_rows(hidden, weight)
     pieces = (x.split(size) for x in (hidden, target, upstream, hidden_grad))
     for rows, targets, share, rows_grad in zip(*pieces, strict=True):
-        _Chunk(rows.to(dtype), narrow, targets).pull_back(share, rows_grad, weight_grad)
+        _Chunk(rows.to(dtype), cast, targets).pull_back(share, rows_grad, weight_grad)
     return hidden_grad.to(hidden.dtype), weight_grad.to(weight.dtype)
 
 

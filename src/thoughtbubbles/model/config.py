@@ -1,4 +1,4 @@
-"""ModelConfig: everything that defines a model, checked once, with the paper's sizes by name.
+"""ModelConfig: everything that defines a model, validated on construction, and the paper's model sizes by name.
 
 One class, three settings: plain GPT (no fork layers), copy-N (`copies=N`) and Thoughtbubbles (fork layers).
 """
@@ -13,7 +13,7 @@ Merge = Literal["mixture", "residual", "original"]
 ScoreScale = Literal["head", "one"]
 BudgetMode = Literal["proportional", "fixed"]
 
-# Far beyond any model that could be run: what is larger comes from a damaged file.
+# Upper bounds, far beyond any model that can be run: a larger value comes from a damaged file.
 MOST = {
     "n_layer": 10_000,
     "n_head": 10_000,
@@ -25,17 +25,17 @@ MOST = {
 
 
 class Form(NamedTuple):
-    """How a model computes where the authors' code and ours differ."""
+    """The details in which the authors' code and ours differ."""
 
-    first_position: int = 0  # of token 0
-    score_channel: bool = False  # the key's log score takes the place of the last channel of q·k
+    first_position: int = 0  # position of token 0
+    score_channel: bool = False  # the key's log score replaces the last channel of q·k
     tanh_gelu: bool = False  # the tanh approximation of GELU
     levels: int = 4096  # log scores are ranked in steps of 1/levels; within a step the earlier candidate wins
     residual_sum: bool = False  # residual merge: Σ P x in place of the weighted average
 
 
 OURS = Form()
-# Levels: their bfloat16 tells scores near 1 apart that are equal in our steps.
+# Levels: their bfloat16 scores distinguish values near 1 that are equal in our steps.
 AUTHORS = Form(first_position=1, score_channel=True, tanh_gelu=True, levels=2**20, residual_sum=True)
 
 
@@ -50,18 +50,18 @@ class ModelConfig:
     vocab_size: int = 50304
     """V: rows of the tied embedding; GPT-2's 50257, padded to a multiple of 128."""
     block_size: int = 512
-    """Largest number of tokens in a row (tokens, not streams)."""
+    """Context length: the largest number of tokens in a row (tokens, not streams)."""
     fork_layers: tuple[int, ...] = ()
-    """Blocks (0-based) that have a fork layer before them. Empty: a plain GPT or copy-N."""
+    """Blocks (0-based) preceded by a fork layer. Empty: a plain GPT or copy-N."""
     copies: int = 1
-    """N of the copy-N baseline: every embedding enters N times."""
+    """N of the copy-N baseline: every embedding is repeated N times."""
     budget: int | float = 2
-    """r: streams allowed per token, 1 or more; read as the exact decimal that is written. With n fork layers, 2^n or
-    more is no limit."""
+    """r: streams allowed per token, at least 1, read as an exact decimal. With n fork layers, 2^n or more means no
+    limit."""
     budget_mode: BudgetMode = "proportional"
-    """proportional: the cap follows each row's number of tokens. fixed: that of a full block (block selection only)."""
+    """proportional: the cap scales with a row's tokens. fixed: always the cap of a full row (block selection only)."""
     selection: Selection = "causal"
-    """Who survives a fork layer. causal: decided from tokens up to its own. block: the paper's top-k of the row."""
+    """Which candidates survive a fork layer. causal: decided from tokens up to their own. block: the paper's top-k."""
     merge: Merge = "mixture"
     """How a bubble becomes one prediction: mixture of distributions, residual average, or the original stream alone."""
     gate_qk: bool = True
@@ -69,13 +69,13 @@ class ModelConfig:
     gate_v: bool = True
     """Multiply values by the key's score."""
     gate_residual: bool = True
-    """Multiply what a block writes into a stream by the stream's score."""
+    """Multiply what a block adds to a stream by the stream's score."""
     score_scale: ScoreScale = "head"
-    """head: the log score is divided by sqrt(head size) as q·k is. one: it is added undivided."""
+    """head: the log score is divided by sqrt(head size), like q·k. one: it is added without scaling."""
     score_bias: int | float | None = None
-    """Initial value of a bias in the score heads; none by default."""
+    """Initial value of the bias of the score heads. None: no bias."""
     authors_compat: bool = False
-    """Compute as the authors' own code where ours differs: for weights imported from it."""
+    """Compute as the authors' code does where ours differs: for weights imported from it."""
 
     def __post_init__(self) -> None:
         _require(
@@ -98,18 +98,18 @@ class ModelConfig:
             ("merge", Merge),
             ("score_scale", ScoreScale),
         ):
-            value = getattr(self, name)  # an array would be compared number by number
+            value = getattr(self, name)  # an array would be compared elementwise
             _require(isinstance(value, str) and value in get_args(kind), name, value, f"choose one of {get_args(kind)}")
         self._check_forks()
         for name in ("gate_qk", "gate_v", "gate_residual", "authors_compat"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "give True or False")
-        _require(is_number(self.budget), "budget", self.budget, "a model has one number, e.g. 2 or 1.5")
+        _require(is_number(self.budget), "budget", self.budget, "give one number, e.g. 2 or 1.5")
         Budget.of(self.budget, name="ModelConfig.budget").check_range(self.block_size, name="ModelConfig.budget")
         _require(
             self.score_bias is None or (is_number(self.score_bias) and abs(self.score_bias) <= 1e6),
             "score_bias",
             self.score_bias,
-            "give a finite number, of at most a million, or None for no bias",
+            "give a finite number between -1e6 and 1e6, or None for no bias",
         )
         if self.authors_compat:
             self._check_authors_compat()
@@ -120,13 +120,13 @@ class ModelConfig:
                 is_whole(layer) and 0 <= layer < self.n_layer,
                 "fork_layers",
                 self.fork_layers,
-                f"{brief(layer)} is no block of this model: give numbers from 0 to n_layer - 1 = {self.n_layer - 1}",
+                f"{brief(layer)} is not a block of this model: give numbers from 0 to n_layer - 1 = {self.n_layer - 1}",
             )
         _require(
             list(self.fork_layers) == sorted(set(self.fork_layers)),
             "fork_layers",
             self.fork_layers,
-            "list each layer once, in rising order",
+            "list each layer once, in increasing order",
         )
         if self.copies > 1:
             _require(
@@ -142,13 +142,13 @@ class ModelConfig:
             self.budget_mode == "proportional" or self.selection == "block",
             "budget_mode",
             self.budget_mode,
-            "a fixed budget looks at the whole block, so it goes with selection='block' only",
+            "a fixed budget applies to the full context, so it requires selection='block'",
         )
 
     def _check_authors_compat(self) -> None:
-        """The authors' code has one form of each of these."""
+        """The authors' code supports one setting of each of these."""
         remedy = (
-            "authors_compat = True computes as the authors' code, which has no such form: set {}, or leave it False"
+            "authors_compat = True computes as the authors' code, which does not support this: set {} or leave it False"
         )
         _require(self.merge != "mixture", "merge", self.merge, remedy.format("merge='residual' or 'original'"))
         for name, theirs in (
@@ -161,17 +161,17 @@ class ModelConfig:
         ):
             found = getattr(self, name)
             _require(found == theirs, name, found, remedy.format(f"{name}={theirs!r}"))
-        remedy = "with authors_compat = True scores are ranked so finely that 50 fork layers are the most: give fewer"
+        remedy = "with authors_compat = True scores are ranked too finely for more than 50 fork layers: give fewer"
         _require(len(self.fork_layers) <= 50, "fork_layers", self.fork_layers, remedy)
 
     @property
     def is_causal(self) -> bool:
-        """Whether what a token becomes depends on tokens up to it only: then nothing is ever revised."""
+        """Whether a token's streams depend on tokens up to it only, so that nothing is ever revised."""
         return not self.fork_layers or self.selection == "causal"
 
     @property
     def form(self) -> Form:
-        """A model without fork layers has no scores that could take a channel."""
+        """Without fork layers there are no scores, so no channel is replaced."""
         return AUTHORS._replace(score_channel=bool(self.fork_layers)) if self.authors_compat else OURS
 
     @property
@@ -180,11 +180,11 @@ class ModelConfig:
 
     @property
     def max_bubble(self) -> int:
-        """No token can have more streams than this: each fork layer at most doubles a bubble."""
+        """The most streams a token can have: each fork layer at most doubles a bubble."""
         return self.copies * 2 ** len(self.fork_layers)
 
     def is_unlimited(self, budget: BudgetLike | Budget) -> bool:
-        """Whether no cap can bind under this budget (of several: under each): everything that forks is kept."""
+        """Whether this budget (each, if there are several) never limits the streams: every fork is kept."""
         return not self.fork_layers or all(n >= self.max_bubble * d for n, d in zip(*Budget.of(budget), strict=True))
 
     @classmethod
@@ -209,12 +209,12 @@ class ModelConfig:
 
 
 def is_whole(value: object) -> bool:
-    """A whole number, and not True or False, which Python counts among them."""
+    """An int but not a bool, which is a subclass of int."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Also one that is not finite; but not an integer that no float can hold."""
+    """An int or float, including inf and NaN, but not an integer that overflows a float."""
     return isinstance(value, float) or (is_whole(value) and abs(value) < 1 << 1000)  # type: ignore[arg-type]
 
 
@@ -228,8 +228,8 @@ def _require(condition: bool, field: str, value: object, remedy: str) -> None:
         raise ValueError(f"ModelConfig.{field} = {brief(value)}: {remedy}")
 
 
-# The paper's four (its topology table; forks before blocks 3, 7 and 11 whatever the depth; the mixture is too dear at
-# 1.9b, which averages residuals), and two small ones: `nano` for tests, `tiny` for a laptop.
+# The paper's four sizes (its topology table: forks before blocks 3, 7 and 11 at every depth; 1.9b averages residuals,
+# since the mixture is too expensive), and two small ones: `nano` for tests, `tiny` for a laptop.
 SIZES = {
     "nano": ModelConfig(n_layer=4, n_head=2, width=16, vocab_size=64, block_size=32, fork_layers=(1, 2, 3)),
     "tiny": ModelConfig(n_layer=6, n_head=4, width=128, vocab_size=512, block_size=128, fork_layers=(1, 3)),

@@ -1,7 +1,8 @@
-"""What a model costs: parameters, streams at each layer, FLOPs and memory, as counted everywhere in this project.
+"""What a model costs: parameters, streams per layer, FLOPs and memory, as counted everywhere in this project.
 
-Forward + backward is 6 · 12 D² a stream a layer, 6 · D · V a decoded row, and 6 · S² · D a row of streams a layer (the
-causal half of attention); a third of it is the forward. Padding and recomputation do not count as work.
+Per layer, forward + backward takes 6 · 12 D² per stream and 6 · S² · D per row of S streams (the causal half of
+attention); decoding adds 6 · D · V per decoded row. A third of this is the forward. Padding and activation
+checkpointing do not count as work.
 """
 
 from typing import NamedTuple
@@ -17,12 +18,12 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 
 
 class Cost(NamedTuple):
-    """Of one row of `n_tokens` tokens."""
+    """The cost of one row of `n_tokens` tokens."""
 
     parameters: int
     n_tokens: int
     streams: tuple[int, ...]  # in each block
-    decoded: int  # rows that reach the output table
+    decoded: int  # rows that reach the output projection
     flops: int  # forward + backward
 
     @property
@@ -41,7 +42,7 @@ def cost(config: ModelConfig, n_tokens: int | None = None) -> Cost:
     width = config.width
     flops = (
         sum(6 * 12 * width**2 * s + 6 * s**2 * width for s in streams)  # blocks
-        + 6 * width * config.vocab_size * decoded  # output table
+        + 6 * width * config.vocab_size * decoded  # output projection
     )
     return Cost(parameter_count(config), n_tokens, streams, decoded, flops)
 
@@ -52,7 +53,7 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def streams_by_layer(config: ModelConfig, n_tokens: int) -> tuple[int, ...]:
-    """Slots that each block works on: the budget's cap once there are enough candidates for it."""
+    """Slots in each block: the budget's cap, once there are enough candidates to reach it."""
     rule, streams, found = Rule.of(config), config.copies * n_tokens, []
     for layer in range(config.n_layer):
         if layer in config.fork_layers:
@@ -67,10 +68,9 @@ def training_state_bytes(config: ModelConfig) -> int:
 
 
 def activation_bytes(config: ModelConfig, n_tokens: int | None = None, *, rows: int = 1) -> int:
-    """What the backward of a forward without compilation keeps, with bfloat16 products and a float32 residual.
+    """Bytes that autograd saves for the backward, without compilation, with bfloat16 products and a float32 residual.
 
-    Not a formula: the forward itself runs on tensors without storage, and everything that autograd saves is counted
-    once. Weights do not count.
+    Not a formula: the forward itself runs on fake tensors, and every saved storage is counted once, except weights.
     """
     n_tokens = config.block_size if n_tokens is None else n_tokens
     saved: dict[int, int] = {}
@@ -78,7 +78,7 @@ def activation_bytes(config: ModelConfig, n_tokens: int | None = None, *, rows: 
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         saved[storage._cdata] = storage.nbytes()
-        kept.append(tensor)  # so that no storage is freed and its place counted twice
+        kept.append(tensor)  # so that no storage is freed and its address reused
         return tensor
 
     kept: list[Tensor] = []

@@ -1,12 +1,12 @@
 """The fork layer: score → candidates → select → gather.
 
-Every stream i gets two scores, σ(f(x_i)) = [fork_i, keep_i], which multiply the score it has come with; in log space
+Each stream i gets two scores, σ(f(x_i)) = [fork_i, keep_i], which multiply the score it arrives with. In log space,
 
     log score of a candidate = log score of its parent + max(logsigmoid(z), −20),    z = W · LayerNorm(x) + b.
 
-Candidates stand in the order [fork_0, keep_0, fork_1, keep_1, …]; survivors keep it, so a fork is directly left of its
-parent. A surviving fork is its parent's x plus a learned embedding. Selection has no gradient: scores learn through the
-attenuation of attention and residual writes, and through the merge.
+Candidates are ordered [fork_0, keep_0, fork_1, keep_1, …] and survivors keep this order, so a fork is directly left of
+its parent. A surviving fork starts as its parent's x plus a learned embedding. Selection has no gradient: scores are
+learned through the attenuation of attention and of residual updates, and through the merge.
 """
 
 from typing import NamedTuple
@@ -21,25 +21,25 @@ from thoughtbubbles.model.gradients import gather_with_inverse, norm_and_project
 from thoughtbubbles.model.selection import NextToken, Rule, candidate_keys, candidate_levels, pack
 from thoughtbubbles.model.streams import Streams, at_least_float32, bubble_sizes, is_original, take
 
-FLOOR = -20.0  # of one log score: exp(−20) is as good as deleted, and gradients stay finite
+FLOOR = -20.0  # lower bound of one log score: a score of exp(−20) is effectively 0, and gradients stay finite
 
 
 class ForkRecord(NamedTuple):
-    """What one fork layer did (`trace=True`): from S streams through C = 2S candidates to n slots."""
+    """What one fork layer did (`trace=True`): S streams → C = 2S candidates → n slots."""
 
     own_log_score: Float[Tensor, "B S 2"]  # [fork, keep], before the parent's score is added
     log_score: Float[Tensor, "B C"]  # cumulative, of every candidate
-    level: Int[Tensor, "B C"]  # the log score as it is ranked: rounded, originals above all others
+    level: Int[Tensor, "B C"]  # the rounded log score used for ranking; originals rank above all others
     selected: Bool[Tensor, "B C"]
-    parent: Int[Tensor, "B n"]  # the stream that a survivor was or was forked from; −1 in unused slots
+    parent: Int[Tensor, "B n"]  # the stream that a survivor continues or is forked from; −1 in unused slots
     is_fork: Bool[Tensor, "B n"]
     token: Int[Tensor, "B n"]
     bubble_size: Int[Tensor, "B T"]
-    layer: int = -1  # the block after it: the model knows, and a number here would make fork layers different code
+    layer: int = -1  # the block that follows; set by the model: a constant here would compile each layer separately
 
 
 class ScoreHead(nn.Module):
-    """Fork and keep score of each stream, in float32 whatever surrounds it: in bfloat16 scores tie by the dozen."""
+    """Fork and keep scores of each stream, always in at least float32: in bfloat16 many scores would tie."""
 
     def __init__(self, width: int, *, bias: int | float | None):
         super().__init__()
@@ -81,10 +81,9 @@ class ForkLayer(nn.Module):
         chosen, place = pack(survives, rule.n_slots(n_streams, n_tokens))
 
         used = chosen < 2 * n_streams
-        parent, is_fork = chosen // 2, (chosen % 2 == 0) & used  # of no candidate: S, a slot past the end
-        x = gather_with_inverse(
-            streams.x, parent, place.unflatten(1, (n_streams, 2))
-        )  # on as its fork, as itself, or not at all
+        parent, is_fork = chosen // 2, (chosen % 2 == 0) & used  # unused slots: parent = S, past the end
+        # Each stream goes to at most two slots: one for its fork, one for itself.
+        x = gather_with_inverse(streams.x, parent, place.unflatten(1, (n_streams, 2)))
         after = Streams(
             x=x + torch.where(is_fork[..., None], self.embedding, 0).to(x.dtype),
             log_score=gather_with_inverse(log_score, chosen, place[..., None]),

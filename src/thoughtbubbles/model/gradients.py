@@ -1,4 +1,4 @@
-"""Gradients written by hand, where autograd's own would be slower, take more memory, or differ from run to run.
+"""Hand-written gradients, where autograd's own would be slower, take more memory, or differ from run to run.
 
 Each function computes what its docstring says; autograd of the plain formula gives the same gradients, and the tests
 compare the two.
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from thoughtbubbles.model.streams import at_least_float32, bubble_scan, bubble_sizes, streams_up_to, take, take_or_zero
 
-UNROLLED = 16  # streams of a bubble that are added up one after the other; more take a scan over the whole row
+UNROLLED = 16  # bubbles up to this size are summed stream by stream; larger ones by a scan over the row
 
 # The score heads of a fork layer
 
@@ -22,7 +22,7 @@ UNROLLED = 16  # streams of a bubble that are added up one after the other; more
 def norm_and_project(
     x: Float[Tensor, "B S D"], norm: nn.LayerNorm, weight: Float[Tensor, "2 D"]
 ) -> Float[Tensor, "B S 2"]:
-    """LayerNorm(x) · Wᵀ, in float32 or wider."""
+    """LayerNorm(x) · Wᵀ, in at least float32."""
     parts = (at_least_float32(tensor) for tensor in (x, norm.weight, norm.bias, weight))
     return _NormAndProject.apply(*parts, norm.eps)
 
@@ -34,14 +34,14 @@ class _NormAndProject(torch.autograd.Function):
 
         ∂/∂x = Σ_k g_k (u_k − mean(u_k) − x̂ (Σ_d u_kd x̂_d) / D) / deviation,
 
-    and those of γ, β and W all follow from Σ g_k x̂ and Σ g_k over all streams: x is read twice and nothing of its
-    size is written but its gradient. Autograd's own way writes two more.
+    and those of γ, β and W follow from Σ g_k x̂ and Σ g_k over all streams. x is read twice, and its gradient is the
+    only tensor of its size that is written; autograd would write two more.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed, mean, inverse = torch.native_layer_norm(x, (x.shape[-1],), scale, shift, eps)
-        # Products and a sum, no matrix product: neither autocast nor TF32 can round them, and they fuse with the norm.
+        # Not a matrix product: autocast and TF32 cannot round these products and sums, and they fuse with the norm.
         z = torch.stack([(normed * weight[0]).sum(-1), (normed * weight[1]).sum(-1)], dim=-1)
         ctx.save_for_backward(x, scale, shift, weight, mean, inverse, z)
         return z
@@ -60,14 +60,14 @@ class _NormAndProject(torch.autograd.Function):
         return x_gradient, (weight * by_unit).sum(0), (weight * total).sum(0), scale * by_unit + shift * total, None
 
 
-# Streams to other slots
+# Moving streams to other slots
 
 
 def gather_with_inverse(values: Tensor, source: Int[Tensor, "B n"], places: Int[Tensor, "B S k"]) -> Tensor:
-    """`take_or_zero(values, source)` where it is known to which k slots each value goes (n: to none).
+    """`take_or_zero(values, source)`, given the at most k slots (`places`) that each value goes to (n: no slot).
 
-    Then the gradient is a gather as well, of at most k slots a value. By itself autograd would scatter and add, with
-    atomics: slower, and the last bits of a sum of three would not be the same every time.
+    The gradient is then a gather as well, of at most k slots per value. Autograd would use a scatter-add with atomics:
+    slower, and not deterministic in the last bits of sums of three or more.
     """
     return _GatherWithInverse.apply(values, source, places)
 
@@ -100,14 +100,14 @@ def weighted_sum(
     n_tokens: int,
     max_bubble: int,
 ) -> Float[Tensor, "B T D"]:
-    """m_t = Σ_j w_j x_j over the bubble of each token t, in float32 or wider; w is the softmax of its log scores."""
+    """m_t = Σ_j w_j x_j over the bubble of each token t, in at least float32; w is the softmax of its log scores."""
     return _WeightedSum.apply(x, log_score, weight, token, start, n_tokens, max_bubble)
 
 
 class _WeightedSum(torch.autograd.Function):
-    """The weighted sum, with both gradients as gathers from the token's gradient g_t: no scatter of whole residuals.
+    """The weighted sum. Both gradients are gathers from the token's gradient g_t, without a scatter of residuals:
 
-    ∂/∂x_j = w_j g_t,    ∂/∂(log score)_j = w_j (x_j − m_t)·g_t    through the softmax, whose weights are given.
+    ∂/∂x_j = w_j g_t,    ∂/∂(log score)_j = w_j (x_j − m_t)·g_t    (through the softmax, whose weights are an input).
     """
 
     @staticmethod
@@ -131,7 +131,7 @@ class _WeightedSum(torch.autograd.Function):
     @once_differentiable  # the weights are constants here
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, token, merged = ctx.saved_tensors
-        upstream = take_or_zero(upstream, token)  # token = T in unused slots: none
+        upstream = take_or_zero(upstream, token)  # unused slots (token = T) get 0
         away = at_least_float32(x) - take(merged, token.clamp(max=merged.shape[1] - 1))
         x_gradient = (weight[..., None] * upstream).to(x.dtype)
         return x_gradient, weight * (away * upstream).sum(-1), None, None, None, None, None
@@ -146,7 +146,7 @@ def product_with_copy(
     bias: Float[Tensor, "M"] | None,
     copy: Float[Tensor, "M K"],
 ) -> Float[Tensor, "*rows M"]:
-    """x Wᵀ + b by a copy of W in lower precision; W's gradient leaves its product in W's own dtype, unrounded."""
+    """x Wᵀ + b with a lower-precision copy of W; the gradient of W is computed in W's own dtype, without rounding."""
     return _ProductWithCopy.apply(x.to(copy.dtype), weight, bias, copy)
 
 
@@ -167,7 +167,7 @@ class _ProductWithCopy(torch.autograd.Function):
 
 
 def _product_in(a: Float[Tensor, "M K"], b: Float[Tensor, "K N"], dtype: torch.dtype) -> Float[Tensor, "M N"]:
-    """a @ b in `dtype`; only the CPU rounds to the factors' own dtype on the way."""
+    """a @ b in `dtype`; only the CPU rounds to the factors' own dtype first."""
     if a.is_cuda and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)

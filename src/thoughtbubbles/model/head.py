@@ -1,14 +1,13 @@
-"""The head: merge each bubble into one prediction, then logits or loss. The output table is the embedding (tied).
+"""The head: merge each bubble into one prediction, then logits or loss. The output projection is the tied embedding.
 
-With w the softmax of the log scores within a bubble, e(·) the final norm followed by the output table:
+With w the softmax of the log scores within a bubble, e(·) the final norm followed by the output projection:
 
     mixture     p(y) = Σ_j w_j · softmax(e(x_j))[y]      every stream is decoded, distributions are averaged
-    residual    p(y) = softmax(e(Σ_j w_j x_j))[y]        the average first, the final norm after
-    original    p(y) = softmax(e(x_original))[y]
+    residual    p(y) = softmax(e(Σ_j w_j x_j))[y]        residuals are averaged, one vector is decoded
+    original    p(y) = softmax(e(x_original))[y]         only the original is decoded
 
-All three are mixtures of the rows that get decoded (`OutputRows`); the last two have a single row per token. The
-authors' code has Σ_j P_j x_j in place of the average (`Form.residual_sum`): to the final norm the same, but for its
-small constant.
+All three are mixtures of decoded rows (`OutputRows`); the last two have one row per token. The authors' code has
+Σ_j P_j x_j in place of the average (`Form.residual_sum`): the final norm removes the difference, up to its epsilon.
 """
 
 import math
@@ -38,7 +37,7 @@ from thoughtbubbles.model.streams import (
 
 
 class OutputRows(NamedTuple):
-    """Vectors to decode: the rows of a token are neighbours, and its distribution is their mixture."""
+    """Vectors to decode. The rows of a token are contiguous, and its distribution is their mixture."""
 
     x: Float[Tensor, "B R D"]  # after the final norm
     log_score: Float[Tensor, "B R"]
@@ -79,7 +78,7 @@ def rows_to_decode(
 def bubbles_at(
     streams: Streams, row: Int[Tensor, "n"], token: Int[Tensor, "n"], *, n_tokens: int
 ) -> tuple[Int[Tensor, "n"], Int[Tensor, "n"]]:
-    """First and last slot of the bubbles of the given tokens, each in its row."""
+    """First and last slot of the bubble of each (row, token) pair."""
     end = originals(streams.token, n_tokens)[row, token]
     return find_bubbles(streams.token, n_tokens).start[row, end], end
 
@@ -87,7 +86,7 @@ def bubbles_at(
 def gather_bubbles(
     streams: Streams, row: Int[Tensor, "n"], start: Int[Tensor, "n"], end: Int[Tensor, "n"], *, width: int
 ) -> Streams:
-    """Bubbles of at most `width` streams, each as a row of one token."""
+    """Gathers bubbles of at most `width` streams, each into a row of one token."""
     slot = start[:, None] + torch.arange(width, device=end.device)
     used, slot = slot <= end[:, None], slot.clamp(max=streams.token.shape[1] - 1)
     log_score = torch.where(used, streams.log_score[row[:, None], slot], 0)
@@ -127,12 +126,12 @@ def merge_residual(streams: Streams, *, n_tokens: int, max_bubble: int) -> Float
 
 
 def logits(rows: OutputRows, weight: Float[Tensor, "V D"]) -> Float[Tensor, "B T V"]:
-    """One distribution a token: plain logits, or the log-probabilities of the mixture. Products follow autocast."""
+    """One distribution per token: plain logits, or log-probabilities of a mixture. Matrix products follow autocast."""
     every = at_least_float32(F.linear(rows.x, weight))
     if not rows.is_mixture:
         return every
     joint = every.log_softmax(-1) + rows.log_score[..., None]
-    if rows.n_tokens == 1:  # a step of decoding: the row is one bubble
+    if rows.n_tokens == 1:  # a decoding step: the row is one bubble
         unused = rows.token != 0
         joint = joint.masked_fill(unused[..., None], -math.inf).logsumexp(1, keepdim=True)
         return joint - rows.log_score.masked_fill(unused, -math.inf).logsumexp(1)[:, None, None]
@@ -144,7 +143,7 @@ def logits(rows: OutputRows, weight: Float[Tensor, "V D"]) -> Float[Tensor, "B T
 
 
 def token_nll(rows: OutputRows, weight: Float[Tensor, "V D"], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Negative log-likelihood of each target, 0 where it is ignored; any gradient may flow back into it."""
+    """Negative log-likelihood of each target, 0 where it is ignored; supports any upstream gradient."""
     log_prob = row_log_prob(rows.x.flatten(0, 1), weight, _row_targets(rows, targets).flatten())
     start, _ = find_bubbles(rows.token, rows.n_tokens)
     joint = rows.log_score + log_prob.view_as(rows.log_score)
@@ -155,7 +154,7 @@ def token_nll(rows: OutputRows, weight: Float[Tensor, "V D"], targets: Int[Tenso
 
 
 def mean_nll(rows: OutputRows, weight: Float[Tensor, "V D"], targets: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
-    """The training loss: one mean over all real targets of the batch."""
+    """The training loss: one mean over all targets of the batch that are not ignored."""
     bubbles = find_bubbles(rows.token, rows.n_tokens)
     first_slot = torch.arange(rows.token.shape[0], device=rows.token.device)[:, None] * rows.token.shape[1]
     return mean_loss(

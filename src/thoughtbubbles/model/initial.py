@@ -1,8 +1,8 @@
-"""Initial weights: billions of random numbers in a few seconds, and the same ones everywhere.
+"""Weight initialisation: billions of random numbers in a few seconds, and the same ones everywhere.
 
-A tensor's numbers depend on torch's seed (`torch.manual_seed`), its name, size and whether it is float64: not on the
-device, the number of cores, or what else the model has (float32 draws differ in last bits between kinds of CPU). So
-with one seed a plain model and one with fork layers begin with the same weights wherever names and sizes are the same.
+A tensor's values depend on torch's seed (`torch.manual_seed`), its name, its size and whether it is float64, but not on
+the device, the number of cores or the rest of the model (float32 values differ in last bits between CPU types). So for
+one seed, a plain model and one with fork layers start with the same weights wherever names and sizes match.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-PIECE = 2**22  # numbers that one generator draws: small enough to keep every core busy to the end
+PIECE = 2**22  # values that one generator draws: small enough to keep every core busy to the end
 
 
 class SkipInit(TorchFunctionMode):
-    """Modules made in here have no random weights yet: torch's own would be overwritten, and take as long to draw."""
+    """Modules created in this context skip torch's own initialisation, which is slow and would be overwritten."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -30,16 +30,16 @@ class SkipInit(TorchFunctionMode):
 
 
 def has_numbers(tensor: Tensor) -> bool:
-    """Not on the meta device, nor a stand-in that only knows its shape."""
+    """Whether a tensor has data: it is neither on the meta device nor a fake tensor."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 @torch.no_grad()
 def draw_normal(tensors: Mapping[str, tuple[Tensor, float]], *, threads: int | None = None) -> None:
-    """Fills each named tensor from N(0, its deviation), on all cores unless `threads` says how many.
+    """Fills each named tensor from N(0, its deviation), on `threads` threads (default: all cores).
 
-    Each piece of a tensor has a generator of its own, on the CPU, seeded with one number from torch's global one, the
-    name, and the piece's place.
+    Each piece of a tensor has its own CPU generator, seeded with one number from torch's global generator, the tensor's
+    name and the index of the piece.
     """
     base = int(torch.randint(2**63 - 1, (), device="cpu"))
     pieces = [
@@ -53,11 +53,11 @@ def draw_normal(tensors: Mapping[str, tuple[Tensor, float]], *, threads: int | N
         return
     with ThreadPoolExecutor(threads) as pool:
         for _ in pool.map(lambda piece: _draw_piece(*piece), pieces):
-            pass  # raises what went wrong in a thread
+            pass  # re-raises an exception of a thread
 
 
 def _draw_piece(piece: Tensor, deviation: float, seed: int) -> None:
-    # Float32 draws differ in their last bits between kinds of CPU, float64 draws do not; they take six times as long.
+    # Float32 values differ in their last bits between CPU types; float64 values do not, but take six times as long.
     dtype = torch.float64 if piece.dtype == torch.float64 else torch.float32
     in_place = piece.device.type == "cpu" and piece.dtype == dtype
     drawn = piece if in_place else torch.empty(piece.shape, device="cpu", dtype=dtype)
@@ -67,5 +67,5 @@ def _draw_piece(piece: Tensor, deviation: float, seed: int) -> None:
 
 
 def _seed(base: int, name: str, place: int) -> int:
-    """Of 32 bits: torch's CPU generator looks at no more."""
+    """A seed of 32 bits: torch's CPU generator uses no more."""
     return int.from_bytes(hashlib.sha256(f"{base} {name} {place}".encode()).digest()[:4], "big")

@@ -1,4 +1,4 @@
-"""The door: what a call may contain, checked once, before any work, with errors that name the value and the remedy."""
+"""Input validation: arguments of `forward` are checked once, before any work. Errors name the value and the remedy."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, get_args
@@ -13,7 +13,7 @@ from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.selection import Rule
 
 WANTED = ("log_probs", "logits", "next_logits", "token_nll")
-WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)  # True and False are not among them
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)  # not bool
 
 
 class Inputs(NamedTuple):
@@ -36,21 +36,21 @@ def check(
     trace: bool | str,
     training: bool,
 ) -> Inputs:
-    """Ids and targets past a row's length become harmless: id 0, ignored target.
+    """Validates all arguments. Ids and targets past a row's length become harmless: id 0, ignored target.
 
-    The values inside a tensor are looked at too, unless that would make a GPU wait in training or break a graph.
+    Values inside tensors are checked too, unless that would synchronise with a GPU in training or break a graph.
     """
     _check_whole_numbers("ids", ids)
     batch, n_tokens = ids.shape
     if n_tokens > config.block_size:
         raise ValueError(
             f"ids have {n_tokens} tokens per row, more than block_size = {config.block_size}: "
-            "shorten the rows or use a model with a larger block"
+            "shorten the rows or use a model with a larger block_size"
         )
     if targets is not None:
         _check_whole_numbers("targets", targets)
         if targets.shape != ids.shape:
-            raise ValueError(f"targets have shape {tuple(targets.shape)}, ids {tuple(ids.shape)}: they must be alike")
+            raise ValueError(f"targets have shape {tuple(targets.shape)}, ids {tuple(ids.shape)}: they must be equal")
     _check_words(want, trace, has_targets=targets is not None)
     rule = rule_of(config, batch, budget=budget, selection=selection, budget_mode=budget_mode)
 
@@ -101,7 +101,7 @@ def rule_of(
             raise ValueError(f"{name} = {brief(value)}: choose one of {get_args(kind)}")
     if (budget_mode or config.budget_mode) == "fixed" and (selection or config.selection) == "causal":
         raise ValueError(
-            "a fixed budget looks at the whole block, so it goes with block selection only: "
+            "a fixed budget applies to the full context, so it requires block selection: "
             "use budget_mode='proportional' with selection='causal'"
         )
     exact = None if budget is None else Budget.of(budget)
@@ -118,7 +118,7 @@ def _row_lengths(lengths: Tensor | Sequence[int] | None, ids: Tensor, look_insid
     batch, n_tokens = ids.shape
     if lengths is None:
         return torch.full((batch,), n_tokens, device=ids.device)
-    look_inside = look_inside or not isinstance(lengths, Tensor)  # Python numbers can always be looked at
+    look_inside = look_inside or not isinstance(lengths, Tensor)  # Python numbers can always be checked
     lengths = whole_numbers("lengths", lengths, f"one whole number for each of the {batch} rows")
     if lengths.shape != (batch,):
         raise ValueError(
@@ -128,18 +128,16 @@ def _row_lengths(lengths: Tensor | Sequence[int] | None, ids: Tensor, look_insid
     if look_inside and not torch.compiler.is_compiling():
         wrong = [n for n in lengths.tolist() if not 1 <= n <= n_tokens]
         if wrong:
-            raise ValueError(
-                f"lengths has {wrong[0]}: each row has from 1 to {n_tokens} tokens here; leave empty rows out"
-            )
+            raise ValueError(f"lengths has {wrong[0]}: each row has from 1 to {n_tokens} tokens here; omit empty rows")
     return lengths.to(device=ids.device, dtype=torch.int64)
 
 
 def whole_numbers(name: str, values: object, wanted: str) -> Tensor:
-    """A tensor of whole numbers, made of what was given if need be."""
+    """`values` as an integer tensor, converted if necessary."""
     if not isinstance(values, Tensor):
         try:
             if isinstance(values, (list, tuple)) and any(getattr(value, "shape", ()) != () for value in values):
-                raise ValueError  # arrays in a list, of which torch warns
+                raise ValueError  # a list of arrays, for which torch warns
             tensor = torch.as_tensor(values)
         except (TypeError, ValueError, RuntimeError, OverflowError):  # text, rows of unequal length, 10^30, …
             raise ValueError(f"{name} = {brief(values)}: give {wanted}") from None

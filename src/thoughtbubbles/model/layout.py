@@ -1,7 +1,7 @@
-"""What all blocks up to the next fork layer need to know of the streams: their positions, and what scores attenuate.
+"""The layout of the streams, shared by all blocks up to the next fork layer: their positions and their attenuation.
 
 With P the score of a stream and c = 1/√H, the paper adds c · log P_key to the attention logits, multiplies values by
-P_key and multiplies updates of the residual by P.
+P_key and multiplies residual updates by P.
 """
 
 import math
@@ -20,12 +20,12 @@ class Layout(NamedTuple):
     rotary: Rotary
     key_bias: Float[Tensor, "B S"] | None = None  # added to the scaled attention logits
     value_gate: Float[Tensor, "B S"] | None = None  # multiplies the values
-    gate: Float[Tensor, "B S"] | None = None  # multiplies what is added to the residual
-    least_bias: float = -math.inf  # a lower bound of key_bias that is known from the config
+    gate: Float[Tensor, "B S"] | None = None  # multiplies the residual updates
+    least_bias: float = -math.inf  # a lower bound of key_bias, known from the config
 
 
 def find_layout(streams: Streams, config: ModelConfig, *, n_tokens: int, has_forked: bool = True) -> Layout:
-    """`has_forked`: before the first fork layer every score is 1."""
+    """`has_forked` is False before the first fork layer, where every score is 1."""
     position = positions(streams.token, find_bubbles(streams.token, n_tokens), streams.log_score.dtype)
     return layout_at(position, streams.log_score if has_forked else None, config)
 
@@ -38,7 +38,7 @@ def layout_at(position: Float[Tensor, "B S"], log_score: Float[Tensor, "B S"] | 
 def attenuation(
     log_score: Float[Tensor, "B S"], config: ModelConfig
 ) -> tuple[Float[Tensor, "B S"] | None, Float[Tensor, "B S"] | None, Float[Tensor, "B S"] | None, float]:
-    """Key bias, value gate and gate of updates, where the config has them; and the lowest that a key bias can be."""
+    """Key bias, value gate and update gate (None if the config disables them), and a lower bound of the key bias."""
     score = log_score.exp()
     scale = 1 / math.sqrt(config.head_size) if config.score_scale == "head" else 1.0
     return (

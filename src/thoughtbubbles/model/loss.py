@@ -1,12 +1,12 @@
 """Linear + log-softmax + negative log-likelihood without storing the logits, for mixtures of several rows per token.
 
-Rows are residual streams after the final norm; the rows of one token (its bubble) are neighbours. With log scores a_j
+Rows are residual streams after the final norm; the rows of one token (its bubble) are contiguous. With log scores a_j
 and log-likelihoods l_j = log softmax(W h_j)[target] of the rows of a token, its loss is that of the mixture,
 
     nll = logsumexp_j(a_j) − logsumexp_j(a_j + l_j).
 
-One row per token is the ordinary cross-entropy. chunked_loss.py computes it and its gradients one chunk of rows at a
-time: the logits of all rows, (R, V), never exist.
+With one row per token this is the ordinary cross-entropy. chunked_loss.py computes it and its gradients one chunk of
+rows at a time: the logits of all rows, (R, V), are never materialised.
 """
 
 import torch
@@ -32,7 +32,7 @@ def mean_loss(
     """The mean loss over all tokens whose target is not `IGNORED` (0 if there is none).
 
     `start` and `end` are the first and last row of each row's bubble, of at most `max_bubble` rows with one target;
-    without them every row is a token of its own.
+    without them every row is its own token.
     """
     alone = torch.arange(hidden.shape[0], device=hidden.device)
     score_dtype = accumulation_dtype(hidden.dtype)

@@ -1,7 +1,7 @@
 """Rotary position embedding (RoPE) at real-valued positions (the paper's partial rotation).
 
-Channel i is paired with channel i + H/2 and the pair is rotated by the angle position · 10000^(−2i/H). A plain GPT has
-whole positions; a fork stands at k − p/q, between its token and the one before.
+Channel i is paired with channel i + H/2 and the pair is rotated by the angle position · 10000^(−2i/H). Positions in a
+plain GPT are integers; a fork of token k is at k − p/q, between token k − 1 and token k.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ BASE = 10000.0
 
 
 class Rotary(NamedTuple):
-    """Tables for given positions."""
+    """Cosines and sines for given positions."""
 
     cos: Float[Tensor, "B 1 S H/2"]
     sin: Float[Tensor, "B 1 S H/2"]

@@ -1,11 +1,11 @@
 """Which candidates survive a fork layer: the rules `block` (the paper's) and `causal` (ours).
 
-Candidates are compared by one integer key, (round(log score × 4096), earlier first), with the keep candidate of an
-original above all others. All keys of a row differ, so every device ranks alike, equal scores too.
+Candidates are compared by one integer key, (round(log score × 4096), earlier first); the keep candidate of an original
+ranks above all others. All keys of a row differ, so every device gives the same ranking, even of equal scores.
 
-block   The ceil(r·T) largest keys of the whole row survive. Not causal: later tokens decide which earlier forks live.
-causal  Token t decides with what is known at t, and no decision is ever revised:
-        1. a candidate of token t passes if fewer than cap_t = floor(r·(t+1)) of those of tokens ≤ t have a larger key;
+block   The ceil(r·T) largest keys of the row survive. Not causal: later tokens decide which earlier forks survive.
+causal  Token t decides from tokens up to t only, and no decision is ever revised:
+        1. a candidate of token t passes if fewer than cap_t = floor(r·(t+1)) candidates of tokens ≤ t have larger keys;
         2. with s_t the number that pass and A_t = min(A_{t−1} + s_t, cap_t), token t keeps its best A_t − A_{t−1}.
         In closed form A_t = S_t + min(0, min_{j≤t}(cap_j − S_j)), where S is the running sum of s: no loop over tokens.
 """
@@ -23,18 +23,18 @@ from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import OURS, BudgetMode, ModelConfig, Selection
 from thoughtbubbles.model.streams import slots, streams_up_to, take
 
-ORIGINAL = 1  # the level of an original's keep candidate: log scores are ≤ 0, so above every other
-UNUSED = -(2**30)  # the level of unused slots: below every other
-RUN = 64  # candidates compared pair by pair when ranks are counted: near the square root of what a row usually has
-STRIDE = 2**32  # levels are this far apart, which leaves room for the candidate's index
+ORIGINAL = 1  # level of an original's keep candidate: above all others, since log scores are ≤ 0
+UNUSED = -(2**30)  # level of unused slots: below all others
+RUN = 64  # candidates compared pairwise when counting ranks: about the square root of a row's usual number
+STRIDE = 2**32  # distance between levels in a key, which leaves room for the candidate's index
 
 
 class Rule(NamedTuple):
-    """A selection rule with its budget: all that a fork layer needs to know."""
+    """A selection rule and its budget: all that a fork layer needs."""
 
     selection: Selection
     budget: Budget
-    fixed_tokens: int | None = None  # the block size, if the cap is that of a full block whatever the row's length
+    fixed_tokens: int | None = None  # budget_mode="fixed": block_size, since every row has the cap of a full one
 
     @classmethod
     def of(
@@ -45,7 +45,7 @@ class Rule(NamedTuple):
         selection: Selection | None = None,
         budget_mode: BudgetMode | None = None,
     ) -> "Rule":
-        """The config's own, or with another budget, selection or budget mode."""
+        """The config's rule; budget, selection and budget mode can be overridden."""
         return cls(
             config.selection if selection is None else selection,
             Budget.of(config.budget) if budget is None else budget,
@@ -53,7 +53,7 @@ class Rule(NamedTuple):
         )
 
     def n_slots(self, n_streams: int, n_tokens: int) -> int:
-        """Slots that hold the survivors of any row: a Python number, known without looking at a score."""
+        """Number of slots that can hold the survivors of any row: a Python int, independent of the scores."""
         if self.selection == "causal":
             most = self.budget.largest_floor(n_tokens)
         elif self.fixed_tokens is None:
@@ -77,12 +77,12 @@ class Rule(NamedTuple):
 
 
 class NextToken(NamedTuple):
-    """The causal rule for one more token per row, from what a cache knows of the tokens before it.
+    """The causal rule for one more token per row, from the cached state of the tokens before it.
 
-    Here the rule reads as it is written above, one token at a time. The token's own streams are a row of one token.
+    This is the rule exactly as stated above, one token at a time. The token's own streams form a row of one token.
     """
 
-    earlier: Int[Tensor, "B C"]  # levels of all candidates of the tokens before, dropped ones too
+    earlier: Int[Tensor, "B C"]  # levels of all candidates of earlier tokens, including dropped ones
     n_earlier: Int[Tensor, "B"]  # how many of these slots are in use
     kept: Int[Tensor, "B"]  # A_{t−1}
     cap: Int[Tensor, "B"]  # floor(r·(t+1))
@@ -95,7 +95,7 @@ class NextToken(NamedTuple):
         self, key: Int[Tensor, "B c"], token: Int[Tensor, "B c"], lengths: Int[Tensor, "B"], n_tokens: int
     ) -> Bool[Tensor, "B c"]:
         in_use = torch.arange(self.earlier.shape[1], device=key.device) < self.n_earlier[:, None]
-        # At an equal level the earlier candidate is the larger one.
+        # At equal levels the earlier candidate has the larger key.
         larger = (self.earlier.long()[:, None] * STRIDE >= key[..., None]) & in_use[:, None]
         rank_in_bubble = (key[:, None] > key[..., None]).sum(-1)
         passes = (larger.sum(-1) + rank_in_bubble < self.cap[:, None]) & (token < n_tokens)
@@ -137,18 +137,18 @@ def select_causal(key: Int[Tensor, "B C"], token: Int[Tensor, "B C"], cap: Int[T
     passed_up_to = take(passed, streams_up_to(token, n_tokens))  # S_t
     kept_up_to = passed_up_to + (cap - passed_up_to).cummin(-1).values.clamp(max=0)  # A_t
     quota = torch.diff(kept_up_to, prepend=kept_up_to.new_zeros(batch, 1))
-    # A better candidate of the same token passes too, so the rank among those that pass is the rank in the bubble.
+    # Every better candidate of the same token passes too, so the rank among those that pass is the rank in the bubble.
     return passes & (rank_in_bubble < take(_with_unused(quota), token))
 
 
 def ranks(
     key: Int[Tensor, "B C"], token: Int[Tensor, "B C"], n_tokens: int
 ) -> tuple[Int[Tensor, "B C"], Int[Tensor, "B C"]]:
-    """How many candidates with a larger key each one has among the tokens up to its own, and in its own token.
+    """For each candidate, the number with a larger key among the tokens up to its own, and in its own token.
 
-    In the order of keys, largest first, these are the entries before it whose token is ≤ its own, or equal to it. They
-    are counted pair by pair within short runs, and from a running table of tokens for all runs before. That takes time
-    and memory of C · (64 + T/64), where comparing all pairs would take C².
+    In order of keys, largest first, these are the entries before it whose token is ≤ its own, or equal to it. They are
+    counted pairwise within short runs, and from a cumulative table of tokens over all earlier runs. Time and memory are
+    C · (64 + T/64); comparing all pairs would take C².
     """
     order = key.argsort(dim=-1, descending=True)
     padding = -key.shape[1] % RUN
@@ -161,7 +161,7 @@ def ranks(
 
     table = lower_in_run.new_zeros(*runs.shape[:2], n_tokens + 1)
     table = table.scatter_add(-1, runs, torch.ones_like(lower_in_run))
-    table = table.cumsum(1, dtype=torch.int32) - table  # of each token, in all runs before
+    table = table.cumsum(1, dtype=torch.int32) - table  # count per token, in all earlier runs
     lower = lower_in_run + table.cumsum(-1, dtype=torch.int32).gather(-1, runs)
     equal = equal_in_run + table.gather(-1, runs)
 
@@ -170,18 +170,18 @@ def ranks(
 
 
 def _with_unused(per_token: Int[Tensor, "B T"]) -> Int[Tensor, "B T+1"]:
-    """A column for token = T, the mark of unused slots: nothing is allowed to them."""
+    """Appends a column for token = T, which marks unused slots: they are allowed nothing."""
     return F.pad(per_token, (0, 1))
 
 
 def pack(survives: Bool[Tensor, "B C"], n_slots: int) -> tuple[Int[Tensor, "B n"], Int[Tensor, "B C"]]:
-    """The surviving candidates in their order, one a slot, and the other way round the slot of each candidate.
+    """The candidate in each slot (survivors in their order), and the inverse: the slot of each candidate.
 
-    In the slots left over at the right stands C (no candidate), and at a candidate that was dropped n (no slot).
+    Unused slots, at the right, hold C (no candidate); dropped candidates hold n (no slot).
     """
     if kernels.available(survives.device):
         return ops.pack(survives, n_slots)
     filled = survives.cumsum(-1)
     place = torch.where(survives & (filled <= n_slots), filled - 1, n_slots)
-    chosen = place.new_full((place.shape[0], n_slots + 1), place.shape[1])  # the last column takes all that are dropped
+    chosen = place.new_full((place.shape[0], n_slots + 1), place.shape[1])  # last column: the dropped ones
     return chosen.scatter(1, place, slots(place).expand_as(place))[:, :n_slots], place

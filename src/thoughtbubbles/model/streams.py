@@ -1,13 +1,13 @@
-"""Streams: the state between layers, and all that is derived from it.
+"""Streams: the state between layers, and everything derived from it.
 
-A row with two tokens, of which the second has forked once (letters are tokens, `'` marks the fork):
+Example: a row of two tokens, the second of which has forked once (letters are tokens, `'` marks the fork):
 
     slot      0    1    2    3
     stream    a    b'   b    ·        · is an unused slot: token = T, at the right end
     token     0    1    1    2        non-decreasing
     start     0    1    1    3        first slot of the stream's bubble
-    end       0    2    2    3        last slot: the bubble's original
-    position  0   1/2   1    2        k − p/q, p counted from the right in a bubble of q
+    end       0    2    2    3        last slot of the bubble: its original
+    position  0   1/2   1    2        k − p/q, p = 0, 1, … from the right in token k's bubble of q streams
 """
 
 from collections.abc import Callable
@@ -20,15 +20,15 @@ from torch import Tensor
 
 
 class Streams(NamedTuple):
-    """Residual streams on their way up the layers. An immutable value: layers return new ones."""
+    """The residual streams between two layers. Immutable: layers return new ones."""
 
     x: Float[Tensor, "B S D"]
-    log_score: Float[Tensor, "B S"]  # sum along the line of descent, ≤ 0; float32 or wider
+    log_score: Float[Tensor, "B S"]  # sum over the stream and its ancestors, ≤ 0; at least float32
     token: Int[Tensor, "B S"]  # the token that a stream belongs to; T in unused slots
 
 
 class Bubbles(NamedTuple):
-    """Where each stream's bubble begins and ends (slots, inclusive). An unused slot is a bubble of its own."""
+    """First and last slot (inclusive) of each stream's bubble. Every unused slot is its own bubble."""
 
     start: Int[Tensor, "B S"]
     end: Int[Tensor, "B S"]
@@ -39,7 +39,7 @@ class Bubbles(NamedTuple):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Scores, selection, positions, merge weights and loss never run in less than float32."""
+    """Scores, selection, positions, merge weights and loss are always computed in at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -57,13 +57,13 @@ def is_original(token: Int[Tensor, "B S"], n_tokens: int) -> Bool[Tensor, "B S"]
 
 
 def streams_up_to(token: Int[Tensor, "B S"], n_tokens: int) -> Int[Tensor, "B T"]:
-    """How many streams (or candidates) the tokens 0 … t have together, for each t: up to its original all slots."""
+    """For each t, the number of streams (or candidates) of tokens 0 … t: all slots up to the original of t."""
     n_used = (token < n_tokens).sum(1, keepdim=True)
-    if n_tokens == 1:  # a step of decoding: no scatter, which would be a kernel of its own
+    if n_tokens == 1:  # a decoding step: no scatter, which would be a separate kernel
         return n_used
-    # Each token is written once (what else there is goes to column T), or never, past a padded row's end.
+    # Each token is written once, by its original (other streams go to column T); never past a padded row's end.
     column = torch.where(is_original(token, n_tokens), token, n_tokens)
-    count = (slots(token) + 1).int().expand_as(token)  # compiled for a GPU, an int64 scatter would not fuse
+    count = (slots(token) + 1).int().expand_as(token)  # an int64 scatter would not fuse when compiled for a GPU
     return n_used.int().expand(-1, n_tokens + 1).scatter(1, column, count)[:, :n_tokens].long()
 
 
@@ -82,12 +82,12 @@ def find_bubbles(token: Int[Tensor, "B S"], n_tokens: int) -> Bubbles:
 
 
 def originals(token: Int[Tensor, "B S"], n_tokens: int) -> Int[Tensor, "B T"]:
-    """The slot of each token's original. Past a padded row's end: its last original (a harmless stand-in)."""
+    """The slot of each token's original. Past a padded row's end: the row's last original (harmless placeholder)."""
     return streams_up_to(token, n_tokens) - 1
 
 
 def positions(token: Int[Tensor, "B S"], bubbles: Bubbles, dtype: torch.dtype) -> Float[Tensor, "B S"]:
-    """k − p/q: the more streams a bubble has, the closer together they stand. Never a running sum, which drifts."""
+    """k − p/q: the more streams in a bubble, the closer their positions. Not a running sum, which would drift."""
     from_the_right = (bubbles.end - slots(token)).to(dtype)
     return token.to(dtype) - from_the_right / bubbles.size.to(dtype)
 
@@ -100,7 +100,7 @@ def take(values: Tensor, slot: Int[Tensor, "B n"]) -> Tensor:
 
 
 def take_or_zero(values: Tensor, slot: Int[Tensor, "B n"]) -> Tensor:
-    """As `take`; a slot past the end stands for none, and gives 0."""
+    """Like `take`, but slots past the end give 0."""
     taken = take(values, slot.clamp(max=values.shape[1] - 1))
     there = (slot < values.shape[1]).reshape(*slot.shape, *(1 for _ in values.shape[2:]))
     return torch.where(there, taken, 0)
@@ -109,10 +109,10 @@ def take_or_zero(values: Tensor, slot: Int[Tensor, "B n"]) -> Tensor:
 def bubble_scan(
     values: Tensor, start: Int[Tensor, "*rows"], combine: Callable[[Tensor, Tensor], Tensor], *, max_bubble: int
 ) -> Tensor:
-    """Combines each stream with all streams left of it in its bubble, so that the original holds the whole bubble.
+    """Segmented scan: combines each stream with all streams left of it in its bubble; the original gets the total.
 
-    Streams lie along the last dimension of `start`, whose shape leads that of `values`. Doubling steps reach
-    2, 4, 8 … streams back: no scatter and no atomics, so the result is the same bits every time, and autograd's too.
+    Streams are along the last dimension of `start`, whose shape is a prefix of that of `values`. Doubling steps reach
+    2, 4, 8 … streams back, without scatter or atomics: results and gradients are bitwise deterministic.
     """
     dim = start.ndim - 1
     slot = torch.arange(start.shape[-1], device=start.device)

@@ -2,7 +2,7 @@
 
 ids (B,T) → embedding → Streams: x (B,S=T,D), log score 0, token 0 … T−1          (copy-N starts with S = N·T)
   each layer:  [fork: scores (B,S,2) → candidates (B,2S) → select under the budget → gather]
-               attention over S at real positions, weakened by the key's score; update × score; MLP update × score
+               attention at real-valued positions, attenuated by the key's score; attention and MLP updates × score
 Streams → merge per bubble → (B,T) predictions
 """
 
@@ -27,23 +27,23 @@ from thoughtbubbles.model.streams import Streams, accumulation_dtype
 
 
 class Output(NamedTuple):
-    """What a call returns; None where it was not asked for. Past a padded row's length nothing here has a meaning."""
+    """Outputs of a forward pass; None if not requested. Values past the length of a padded row are meaningless."""
 
     streams: Streams  # after the last block, before the final norm
-    loss: Float[Tensor, ""] | None = None  # mean over all real targets of the batch
+    loss: Float[Tensor, ""] | None = None  # mean over all targets of the batch that are not ignored
     log_probs: Float[Tensor, "B T V"] | None = None
-    logits: Float[Tensor, "B T V"] | None = None  # for a mixture of streams: its log-probabilities
-    next_logits: Float[Tensor, "B V"] | None = None  # of each row's last token alone
+    logits: Float[Tensor, "B T V"] | None = None  # with merge="mixture": its log-probabilities
+    next_logits: Float[Tensor, "B V"] | None = None  # of each row's last token only
     token_nll: Float[Tensor, "B T"] | None = None  # 0 where the target is ignored
-    forks: tuple[ForkRecord, ...] | None = None  # trace=True: one for each fork layer
-    attention: tuple[Float[Tensor, "B N S S"], ...] | None = None  # trace="attention": one for each block
+    forks: tuple[ForkRecord, ...] | None = None  # trace=True: one per fork layer
+    attention: tuple[Float[Tensor, "B N S S"], ...] | None = None  # trace="attention": one per block
 
 
 class Thoughtbubbles(nn.Module):
-    stream_dtype: torch.dtype | None = None  # of the residual between blocks, where it is not that of the weights
+    stream_dtype: torch.dtype | None = None  # of the residual between blocks; None: the dtype of the weights
 
     def __init__(self, config: ModelConfig, *, attention: Literal["fused", "reference"] = "fused"):
-        """`attention` chooses between two paths that compute the same: it is no part of the model's definition."""
+        """`attention` selects one of two implementations of the same function, so it is not part of the config."""
         super().__init__()
         if attention not in PATHS:
             raise ValueError(f"attention = {attention!r}: choose one of {tuple(PATHS)}")
@@ -66,7 +66,7 @@ class Thoughtbubbles(nn.Module):
         """
         | tensor                                         | initial value                             |
         | ---------------------------------------------- | ----------------------------------------- |
-        | embedding (also the output table)              | N(0, 0.02)                                |
+        | embedding (tied to the output projection)      | N(0, 0.02)                                |
         | attention.qkv, mlp.up                          | N(0, 0.02)                                |
         | attention.out, mlp.down (into the residual)    | N(0, 0.02 / √(2 · n_layer))               |
         | biases                                         | 0                                         |
@@ -104,19 +104,19 @@ class Thoughtbubbles(nn.Module):
         want: Collection[str] = (),
         trace: bool | str = False,
     ) -> Output:
-        """Predicts every next token of `ids` (B, T).
+        """Predicts the next token at every position of `ids` (B, T).
 
-        targets    the tokens to predict, −100 to ignore one; gives `loss`
-        lengths    real tokens of each row, if rows are padded on the right; each row then gives what it gives alone
-        budget     streams per token in place of the config's: a number, or one for each row
-        selection  "causal" or "block" in place of the config's
+        targets    the tokens to predict, −100 to ignore one; the output then has `loss`
+        lengths    real tokens per row, if rows are padded on the right; padding does not change a row's results
+        budget     streams per token, overrides the config: one number, or one per row
+        selection  "causal" or "block", overrides the config
         budget_mode
-                   "proportional" or "fixed" in place of the config's; fixed goes with block selection only
+                   "proportional" or "fixed", overrides the config; fixed requires block selection
         want       any of "log_probs", "logits", "next_logits", "token_nll"
-        trace      True records every fork layer; "attention" also keeps the weights (slow: runs the reference path)
+        trace      True records every fork layer; "attention" also records attention weights (slow: reference path)
 
-        Values inside ids, targets and lengths are checked on the CPU, and on a GPU outside training; torch.compile
-        leaves these checks out.
+        The values of ids, targets and lengths are validated on the CPU, and on a GPU except in training; torch.compile
+        skips these checks.
         """
         given = inputs.check(
             self.config,
@@ -149,7 +149,7 @@ class Thoughtbubbles(nn.Module):
         return Output(
             streams,
             loss=loss,
-            # For a mixture the logits are normalised already, and normalising them again changes nothing.
+            # The logits of a mixture are already normalised; normalising them again changes nothing.
             log_probs=logits.log_softmax(-1) if logits is not None and "log_probs" in want else None,
             logits=logits if "logits" in want else None,
             next_logits=self.next_logits(streams, given.lengths, n_tokens) if "next_logits" in want else None,
@@ -176,7 +176,7 @@ class Thoughtbubbles(nn.Module):
         return find_layout(streams, self.config, n_tokens=n_tokens, has_forked=has_forked)
 
     def apply_update(self, streams: Streams, x: Residual, layout: Layout) -> Streams:
-        """The streams as the last block has left them."""
+        """The streams after the last block, with its pending update added."""
         return Streams(x.total(layout.gate), streams.log_score, streams.token)
 
     def rows_to_decode(self, streams: Streams, n_tokens: int) -> head.OutputRows:

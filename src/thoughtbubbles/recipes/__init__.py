@@ -1,4 +1,9 @@
-"""Whole runs as Python functions that return a RunConfig. `thoughtbubbles train --list` shows them all."""
+"""Whole runs as Python functions that return a RunConfig. `thoughtbubbles train --list` shows them all.
+
+A recipe is named after its model. The corpus and the selection rule are options of the run:
+
+    thoughtbubbles train 150m-r2 --data.mixture data/pes2o --model.selection block --out runs/150m-r2-block-pes2o
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,10 +15,16 @@ from thoughtbubbles.train.config import RunConfig
 class Recipe(NamedTuple):
     make: Callable[[], RunConfig]
     summary: str
+    group: str
 
 
 RECIPES: dict[str, Recipe] = {
-    name: Recipe(make, summary) for name, make, summary in [*tiny.recipes(), *demo.recipes(), *paper.recipes()]
+    name: Recipe(make, summary, group)
+    for group, recipes in [
+        ("first runs, in minutes on a laptop", [*tiny.recipes(), *demo.recipes()]),
+        *paper.recipes().items(),
+    ]
+    for name, make, summary in recipes
 }
 
 

@@ -56,7 +56,7 @@ def demo(name: str) -> RunConfig:
 
 def recipes() -> Iterator[tuple[str, Callable[[], RunConfig], str]]:
     for name, words in NAMES.items():
-        yield name, partial(demo, name), f"half of `make demo`: {words}, this machine's own text"
+        yield name, partial(demo, name), f"half of `make demo`: {words}"
 
 
 @dataclass

@@ -1,18 +1,19 @@
-"""The paper's runs, each with our causal selection beside the paper's block selection.
+"""The paper's runs, with causal selection; `--model.selection block` trains with the paper's own rule.
 
 Scaling suite (its topology table): 150m, 319m and 772m, each as plain GPT, copy-3, copy-5 and with r = 2 and r = 4
-streams per token, on OpenWebText and on peS2o: 64 × 512 tokens per step, 2.5B tokens, 1 % warm-up, cosine to 10 %.
+streams per token, on OpenWebText (`--data.mixture data/pes2o`: on peS2o): 64 × 512 tokens per step, 2.5B tokens, 1 %
+warm-up, cosine to 10 %.
 
 Scale-up (1.9b): 480 × 512 tokens per step; 40B tokens of 70 % FineWeb and 30 % peS2o with 10 % warm-up and then a
-constant rate, kept half-way too; then 2B tokens of a mid-training mixture in which the rate falls to 10 % by a cosine.
+constant rate, with a checkpoint half-way; then 2B tokens of a mid-training mixture, with a cosine to 10 %.
 
 Ablations: the original stream alone decides ("keep rightmost"), attention not attenuated ("don't mask attn"), no
 attenuation at all, and fork layers before every fourth block ("extended forking").
 
-Data is looked for in data/openwebtext, data/pes2o and so on: `thoughtbubbles prepare NAME --out data/NAME` makes them.
+Data is read from data/openwebtext, data/pes2o and so on: `thoughtbubbles prepare NAME --out data/NAME` makes them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,14 @@ from typing import Any
 from thoughtbubbles.model.config import ModelConfig, every_fourth_layer
 from thoughtbubbles.train.config import ComputeConfig, DataConfig, OptimConfig, RunConfig, SaveConfig
 
-Recipes = Iterator[tuple[str, Callable[[], RunConfig], str]]
-
-SUITE = {"150m": 8, "319m": 4, "772m": 2}  # size: rows of one forward in the paper
-CORPORA = {"owt": ("openwebtext", "OpenWebText"), "pes2o": ("pes2o", "peS2o")}
-BASELINES = {"plain": "plain GPT", "copy-3": "every embedding three times", "copy-5": "every embedding five times"}
+SUITE = {"150m": 8, "319m": 4, "772m": 2}  # size: rows per forward in the paper
+FORMS = {
+    "plain": "plain GPT",
+    "copy-3": "every embedding three times",
+    "copy-5": "every embedding five times",
+    "r2": "2 streams per token",
+    "r4": "4 streams per token",
+}
 PRETRAINING = ("data/fineweb=0.7", "data/pes2o=0.3")
 MIDTRAINING = (
     "data/mmlu=0.05",
@@ -37,28 +41,26 @@ MIDTRAINING = (
 
 
 def model(size: str, form: str, changes: dict[str, Any] | None = None) -> ModelConfig:
-    """`form`: plain, copy-3, copy-5, or r2 / r4, with -paper after it for block selection."""
+    """`form`: one of FORMS."""
     if not form.startswith("r"):
         return ModelConfig.named(f"{size}-{form}")
-    budget, _, rule = form.partition("-")
-    named = ModelConfig.named(f"{size}-paper" if rule == "paper" else size)
-    return replace(named, budget=int(budget[1:]), **(changes or {}))
+    return replace(ModelConfig.named(size), budget=int(form[1:]), **(changes or {}))
 
 
-def suite(name: str, size: str, form: str, corpus: str, changes: dict[str, Any] | None = None) -> RunConfig:
+def suite(name: str, size: str, form: str, changes: dict[str, Any] | None = None) -> RunConfig:
     return RunConfig(
         name=name,
         model=model(size, form, changes),
         tokens=2_500_000_000,
         tokens_per_step=64 * 512,
-        data=DataConfig(mixture=(f"data/{CORPORA[corpus][0]}",)),
+        data=DataConfig(mixture=("data/openwebtext",)),
         optim=OptimConfig(lr=2.5e-4, warmup=0.01, schedule="cosine", floor=0.1),
         compute=ComputeConfig(micro_batch_size=SUITE[size]),
     )
 
 
 def scale_up(name: str, form: str) -> RunConfig:
-    """Stage one at 1.9b: warm-up, then constant, so that the half-way checkpoint is a run of 20B tokens of its own."""
+    """Stage one at 1.9b: warm-up, then constant, so the checkpoint half-way is itself a complete run of 20B tokens."""
     return RunConfig(
         name=name,
         model=model("1.9b", form),
@@ -74,7 +76,7 @@ def scale_up(name: str, form: str) -> RunConfig:
 def midtrain(name: str, form: str) -> RunConfig:
     """Stage two at 1.9b, from the newest checkpoint of stage one (--init-from takes another, such as the half-way one).
 
-    Shares are of rows, and an example is one padded row: of real tokens, questions and chats make up less.
+    Shares are of rows, and an example is one padded row, so questions and chats are a smaller share of real tokens.
     """
     return replace(
         scale_up(name, form),
@@ -93,13 +95,13 @@ ABLATIONS: dict[str, tuple[str, dict[str, Any], int, str]] = {
         "150m",
         {"gate_qk": False, "gate_v": False},
         2_400_000_000,
-        "scores do not weaken attention",
+        "scores do not attenuate attention",
     ),
     "all-gates-off": (
         "150m",
         {"gate_qk": False, "gate_v": False, "gate_residual": False},
         2_400_000_000,
-        "scores weaken nothing; only the merge uses them",
+        "scores attenuate nothing; only the merge uses them",
     ),
     "extended-forking": (
         "772m",
@@ -110,26 +112,30 @@ ABLATIONS: dict[str, tuple[str, dict[str, Any], int, str]] = {
 }
 
 
-def ablation(name: str, kind: str, form: str) -> RunConfig:
+def ablation(name: str, kind: str) -> RunConfig:
     size, changes, tokens, _ = ABLATIONS[kind]
-    return replace(suite(name, size, form, "owt", changes), tokens=tokens)
+    return replace(suite(name, size, "r2", changes), tokens=tokens)
 
 
-def recipes() -> Recipes:
-    rules = {"": "causal selection (ours)", "-paper": "block selection (the paper's)"}
-    forms = BASELINES | {
-        f"r{r}{rule}": f"{r} streams per token, {words}" for r in (2, 4) for rule, words in rules.items()
+def recipes() -> dict[str, list[tuple[str, Callable[[], RunConfig], str]]]:
+    """Group: name, config and summary of each recipe."""
+    return {
+        "scaling suite, on OpenWebText": [
+            (f"{size}-{form}", partial(suite, f"{size}-{form}", size, form), words)
+            for size in SUITE
+            for form, words in FORMS.items()
+        ],
+        "scale-up, FineWeb and peS2o, then mid-training": [
+            (name, partial(make, name, form), words)
+            for form in ("plain", "r2")
+            for name, make, words in [
+                (f"1.9b-{form}", scale_up, FORMS[form]),
+                (f"1.9b-{form}-midtrain", midtrain, f"{FORMS[form]}: second stage"),
+            ]
+        ],
+        "ablations, 2 streams per token, on OpenWebText": [
+            (name, partial(ablation, name, kind), words)
+            for kind, (size, _, _, words) in ABLATIONS.items()
+            for name in [f"{size}-{kind}"]
+        ],
     }
-    for size in SUITE:
-        for form, words in forms.items():
-            for corpus, (_, title) in CORPORA.items():
-                name = f"{size}-{form}-{corpus}"
-                yield name, partial(suite, name, size, form, corpus), f"{words}, {title}"
-    for form in ("plain", "r2", "r2-paper"):
-        name = f"1.9b-{form}"
-        yield name, partial(scale_up, name, form), f"{forms[form]}, FineWeb and peS2o"
-        yield f"{name}-midtrain", partial(midtrain, f"{name}-midtrain", form), f"{forms[form]}, second stage"
-    for kind, (size, _, _, words) in ABLATIONS.items():
-        for rule, rule_words in rules.items():
-            name = f"{size}-{kind}{rule}"
-            yield name, partial(ablation, name, kind, f"r2{rule}"), f"{words}, {rule_words}"

@@ -1,14 +1,17 @@
-"""Recipes at a glance, and a dry run of any of them: everything is checked, and one step taken at reduced size."""
+"""The table of recipes, and a dry run of any of them: everything is checked, and one step taken at reduced size."""
 
 import json
 import os
 import sys
 import tempfile
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.cost import Cost, cost
@@ -17,19 +20,32 @@ from thoughtbubbles.train.config import ComputeConfig, DataConfig, EvalConfig, L
 from thoughtbubbles.train.dry_run import check_run
 from thoughtbubbles.train.loop import Result, train
 
+UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
+OPTIONS = """\
+Options of every recipe, for example:
+  --data.mixture data/pes2o                   another corpus, or several: data/a=0.7 data/b=0.3
+  --model.selection block                     the paper's selection rule instead of our causal one
+  --tokens 5e8 --optim.lr 1e-3 --out DIR      a shorter run, another learning rate, another folder than runs/RECIPE
+thoughtbubbles train RECIPE --help shows all of them; thoughtbubbles prepare NAME --out data/NAME makes a corpus."""
+
 
 def show_recipes() -> None:
-    table = Table(title="thoughtbubbles train RECIPE")
+    table = Table(title="thoughtbubbles train RECIPE", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("recipe", no_wrap=True)
-    for heading in ("parameters", "tokens", "EFLOP"):
+    for heading in ("parameters", "tokens", "FLOPs"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("what it is")
-    for name, recipe in RECIPES.items():
-        config = recipe.make()
-        found = cost(config.model)
-        flops = expected_flops(config, found)
-        table.add_row(name, f"{found.parameters:,}", _short(config.tokens), f"{flops / 1e18:,.4g}", recipe.summary)
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    table.add_column("")
+    for group, members in groupby(RECIPES.items(), key=lambda item: item[1].group):
+        table.add_section()
+        title, _, about = group.partition(", ")
+        table.add_row(Text(title, style="bold"), "", "", "", Text(about, style="dim"))
+        for name, recipe in members:
+            config = recipe.make()
+            found = cost(config.model)
+            flops = expected_flops(config, found)
+            table.add_row(f"  {name}", f"{found.parameters:,}", _short(config.tokens), _short(flops), recipe.summary)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table, Text(OPTIONS), soft_wrap=True)
 
 
 def expected_flops(config: RunConfig, found: Cost) -> float:
@@ -37,12 +53,13 @@ def expected_flops(config: RunConfig, found: Cost) -> float:
     return config.steps * config.rows * float(found.flops)
 
 
-def _short(n: int) -> str:
-    return f"{n / 1e9:g}B" if n >= 1e9 else f"{n / 1e6:.3g}M"
+def _short(n: int | float) -> str:
+    unit, letter = next((unit, letter) for unit, letter in UNITS if n >= unit)
+    return f"{n / unit:.3g}{letter}"
 
 
 def reduced(config: RunConfig, out: Path) -> RunConfig:
-    """The same run in small: its shape, rule, merge, schedule and optimizer, narrow and short, on data made here."""
+    """The same run in small: its shape, rule, merge, schedule and optimizer, at a small width, on synthetic text."""
     model = config.model
     n_layer = min(model.n_layer, (max(model.fork_layers) + 1) if model.fork_layers else 4)
     rows = 4 * int(os.environ.get("WORLD_SIZE", 1))

@@ -1,4 +1,4 @@
-"""Small runs that need no GPU: to try things out, and the golden losses of the tests. The tiny ones need no data."""
+"""Small runs without a GPU: first experiments, and the golden losses of the tests. The tiny ones need no data."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,7 +9,7 @@ from thoughtbubbles.train.config import ComputeConfig, DataConfig, EvalConfig, O
 
 
 def tiny(form: str = "") -> RunConfig:
-    """About 1.2M parameters on byte text made from a formula: a few minutes on a laptop."""
+    """About 1.2M parameters on synthetic text, byte by byte: a few minutes on a laptop."""
     name = f"tiny{form}"
     return RunConfig(
         name=name,
@@ -24,7 +24,7 @@ def tiny(form: str = "") -> RunConfig:
 
 
 def small_gpt2() -> RunConfig:
-    """A laptop's model for text of one's own in GPT-2's tokens. Most of it is the table of 50,304 embeddings."""
+    """A small model for your own text in GPT-2's tokens. Most of its parameters are the 50,304 embeddings."""
     model = ModelConfig(n_layer=6, n_head=4, width=128, block_size=256, fork_layers=(1, 3), merge="residual")
     return RunConfig(
         name="small-gpt2",
@@ -40,7 +40,6 @@ def small_gpt2() -> RunConfig:
 
 
 def recipes() -> Iterator[tuple[str, Callable[[], RunConfig], str]]:
-    yield "tiny", tiny, "a first run: 1.2M parameters, causal selection, synthetic text, minutes on a laptop"
-    yield "tiny-paper", partial(tiny, "-paper"), "the same with the paper's block selection"
+    yield "tiny", tiny, "synthetic text"
     yield "tiny-plain", partial(tiny, "-plain"), "the same without forks"
-    yield "small-gpt2", small_gpt2, "7.6M parameters, causal selection, GPT-2's tokens: for a folder that you prepared"
+    yield "small-gpt2", small_gpt2, "your own text: data/mine, in GPT-2's tokens"

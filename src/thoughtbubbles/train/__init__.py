@@ -1,1 +1,1 @@
-"""Learning: one loop for pretraining, mid-training and fine-tuning, on one device or many."""
+"""Training: one loop for pretraining, mid-training and fine-tuning, on one device or many."""

@@ -1,7 +1,7 @@
 """RunConfig: everything that defines a training run, checked once. Field docstrings are the help text of the command.
 
-A run is the same run wherever it goes on: on another number of devices, after a kill, with other logging. `same_run`
-says which fields may change between a start and a resume.
+A run stays the same run when it is resumed after a kill, on another number of devices or with other logging:
+`MAY_CHANGE` lists the fields that may differ between a start and a resume.
 """
 
 import math
@@ -21,14 +21,14 @@ Residual = Literal["float32", "bf16"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Optimizer = Literal["adamw", "muon"]
 
-# Whole numbers: the least and the most that makes sense. Larger ones would overflow somewhere, or never end.
+# The smallest and largest sensible value of each integer field. Larger ones would overflow, or the run would never end.
 BOUNDS = {
     "tokens": (1, LARGEST),
     "tokens_per_step": (1, 2**30),
     "seed": (-(2**63), 2**63 - 1),
     "optim.max_skipped": (0, 10**9),
     "save.every": (0, LARGEST),
-    "save.keep": (1, 10**6),  # without one, nothing could be resumed
+    "save.keep": (1, 10**6),  # at least one, or nothing could be resumed
     "eval.every": (0, LARGEST),
     "eval.tokens": (1, LARGEST),
     "eval.sample_tokens": (0, 2**24),
@@ -39,11 +39,11 @@ BOUNDS = {
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     mixture: tuple[str, ...] = ("synthetic",)
-    """Prepared folders, each as DIR or DIR=WEIGHT (its share of the rows); `synthetic` and `stdlib` are made on the
-    spot: byte text from a formula, and the documentation inside Python's own standard library."""
+    """Prepared folders, each as DIR or DIR=WEIGHT (its share of the rows). `synthetic` (byte text from a formula) and
+    `stdlib` (the documentation in Python's standard library) need no preparation."""
     val: tuple[str, ...] = ()
-    """Prepared folders to validate on, in place of the `val` splits of the mixture: the `val` split of each, or all of
-    it where it has none. Made with the same tokenizer."""
+    """Prepared folders to validate on instead of the `val` splits of the mixture: the `val` split of each, or all of it
+    if it has none. They must use the same tokenizer."""
     verify: bool = True
     """Check every shard's checksum before step 0."""
 
@@ -51,43 +51,43 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     kind: Optimizer = "adamw"
-    """muon: torch.optim.Muon for the matrices of the blocks, AdamW for everything else."""
+    """muon: torch.optim.Muon for the weight matrices of the blocks, AdamW for everything else."""
     lr: float = 2.5e-4
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates of the two moments."""
+    """AdamW's decay rates for the first and second moment."""
     weight_decay: float = 0.1
-    """Of tensors with two dimensions or more."""
+    """Weight decay of tensors with two or more dimensions."""
     clip: float = 1.0
-    """Largest norm of the whole gradient; 0 does not clip."""
+    """Clip the global gradient norm to this value; 0 disables clipping."""
     schedule: Schedule = "cosine"
-    """Of the learning rate after the warm-up. wsd: constant, then a linear fall over the last part (`decay`)."""
+    """Learning rate schedule after the warm-up. wsd: constant, then a linear decay at the end (see `decay`)."""
     warmup: float = 0.01
-    """Share of the steps in which the learning rate rises from 0."""
+    """Fraction of the steps over which the learning rate rises linearly from 0."""
     decay: float = 0.2
-    """Share of the steps at the end in which wsd falls."""
+    """Fraction of the steps at the end over which wsd decays."""
     floor: float = 0.1
-    """Share of the peak at which cosine and wsd end."""
+    """Final learning rate of cosine and wsd, as a fraction of the peak."""
     max_skipped: int = 10
-    """Steps in a row that may be skipped for a loss or gradient that is not finite, before the run stops."""
+    """Stop the run when more steps in a row than this were skipped for a loss or gradient that is not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
     precision: Precision = "auto"
-    """Of matrix products; weights, scores and loss stay float32. auto: bf16 on CUDA, float32 elsewhere."""
+    """Dtype of matrix products; weights, scores and loss stay float32. auto: bf16 on CUDA, float32 elsewhere."""
     residual: Residual = "float32"
-    """Of the streams between blocks, and of their gradients. bf16 goes with bf16 products: less memory, and less to
-    move. A checkpoint does not know of it: elsewhere its model has the dtype of its weights."""
+    """Dtype of the residual streams between blocks and of their gradients. bf16 needs --compute.precision bf16; it
+    saves memory and bandwidth. Checkpoints do not store it: a loaded model uses the dtype of its weights."""
     compile: bool | None = None
-    """torch.compile for fork layers, positions and the loss, and for blocks where they are not replayed as a CUDA graph
-    of our own kernels. By default on CUDA only."""
+    """torch.compile for fork layers, positions and the loss, and for blocks unless they are replayed as a CUDA graph
+    of our own kernels. On by default on CUDA only."""
     graph: bool | None = None
-    """Replay forward and backward as one CUDA graph. By default on CUDA, where torchrun has not started the run."""
+    """Replay forward and backward as one CUDA graph. On by default on CUDA, unless the run was started by torchrun."""
     activation_checkpointing: bool = False
-    """Activation checkpointing: blocks are computed again in the backward, for less memory."""
+    """Recompute the blocks' activations in the backward pass, to save memory."""
     micro_batch_size: int | None = None
-    """Rows of one forward on one device; gradients add up over the rest. All of a device's rows by default."""
+    """Rows per forward pass on one device; the rest is gradient accumulation. Default: all rows of the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +95,9 @@ class SaveConfig:
     every: int = 1000
     """Steps between checkpoints; 0 saves at the end only."""
     keep: int = 2
-    """Checkpoints to keep besides milestones."""
+    """Number of newest checkpoints to keep, in addition to milestones."""
     milestones: tuple[float, ...] = ()
-    """Shares of the run after which a checkpoint is kept for good, such as 0.5."""
+    """Fractions of the run, such as 0.5, whose checkpoints are never deleted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,59 +105,59 @@ class EvalConfig:
     every: int = 1000
     """Steps between evaluations on the validation split; 0 evaluates at the end only."""
     tokens: Count = 1 << 20
-    """Validation tokens of each source to use, at most."""
+    """Maximum number of validation tokens per source."""
     sample_tokens: int = 64
-    """Tokens to write after each prompt at every evaluation; 0 writes none."""
+    """Tokens to generate per prompt at every evaluation; 0 generates no samples."""
     prompts: tuple[str, ...] = ()
-    """What samples begin with; by default the first tokens of each source's validation text."""
+    """Prompts of the samples. Default: the first tokens of each source's validation text."""
     temperature: float = 0.8
-    """Of the samples."""
+    """Sampling temperature."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     every: int = 10
-    """Steps between log lines. Every step goes to metrics.jsonl all the same."""
+    """Steps between log lines. metrics.jsonl always gets every step."""
     peak_tflops: float | None = None
-    """What MFU is measured against, for each device; known for common GPUs."""
+    """Peak TFLOP/s of one device, for MFU. Known for common GPUs."""
     wandb: str | None = None
-    """Project to log to with Weights & Biases (extra `wandb`)."""
+    """Weights & Biases project to log to (needs the extra `wandb`)."""
     tensorboard: bool = False
-    """Also write TensorBoard events into the run's folder (extra `tensorboard`)."""
+    """Also write TensorBoard events to the run's folder (needs the extra `tensorboard`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     name: str
-    """What the run is called in logs."""
+    """Name of the run in logs."""
     model: ModelConfig
-    """The model's shape."""
+    """Model shape."""
     tokens: Count
     """Tokens to train on, rounded up to whole steps."""
     tokens_per_step: Count
-    """Tokens of one optimizer step over all devices: a multiple of the block size."""
+    """Tokens per optimizer step over all devices (the batch size): a multiple of the context length (`block_size`)."""
     data: DataConfig = field(default_factory=DataConfig)
-    """What to learn from."""
+    """Training and validation data."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """How to learn."""
+    """Optimizer and learning rate."""
     device: Device = "auto"
-    """auto: cuda where there is one, else mps, else cpu."""
+    """auto: cuda if available, else mps, else cpu."""
     compute: ComputeConfig = field(default_factory=ComputeConfig)
-    """In which precision, and how."""
+    """Precision, compilation and memory."""
     save: SaveConfig = field(default_factory=SaveConfig)
     """Checkpoints."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Validation loss and samples."""
     log: LogConfig = field(default_factory=LogConfig)
-    """What is shown and written."""
+    """Logging."""
     profile: bool = False
-    """Watch a few steps after the warm-up: a trace and a table of where the time goes, in the run's folder."""
+    """Profile a few steps after the warm-up; writes a trace and a table of where the time goes to the run's folder."""
     seed: int = 0
-    """Of the initial weights, the order of the data and the samples."""
+    """Seed of the initial weights, the data order and the samples."""
     out: Path | None = None
-    """The run's folder; runs/NAME by default."""
+    """The run's folder. Default: runs/NAME."""
     init_from: Path | None = None
-    """Start from a model's weights: a model folder, a checkpoint or a run. Fork layers that it lacks start fresh."""
+    """Start from the weights of a model folder, a checkpoint or a run. Fork layers missing there are initialized."""
 
     def __post_init__(self) -> None:
         check_kinds(self)
@@ -171,14 +171,14 @@ class RunConfig:
             self.tokens_per_step % block == 0,
             "tokens_per_step",
             self.tokens_per_step,
-            f"give a multiple of the block size, {block}",
+            f"give a multiple of the context length (--model.block-size), {block}",
         )
         _require(bool(self.data.mixture), "data.mixture", self.data.mixture, "name at least one prepared folder")
         for entry in self.data.mixture:
             Source.parse(entry)
         self._check_optim()
         for share in self.save.milestones:
-            _require(0 < share <= 1, "save.milestones", share, "give shares of the run between 0 and 1, such as 0.5")
+            _require(0 < share <= 1, "save.milestones", share, "give fractions of the run between 0 and 1, such as 0.5")
         _require(self.eval.tokens >= block, "eval.tokens", self.eval.tokens, f"give at least one row, {block}")
         heat = self.eval.temperature
         _require(is_temperature(heat), "eval.temperature", heat, "give 0 (greedy), or from 0.001 to a million")
@@ -197,7 +197,7 @@ class RunConfig:
         _require(0 < optim.lr < math.inf, "optim.lr", optim.lr, "give a positive number")
         for name in ("warmup", "decay", "floor"):
             value = getattr(optim, name)
-            _require(0 <= value <= 1, f"optim.{name}", value, "give a share between 0 and 1")
+            _require(0 <= value <= 1, f"optim.{name}", value, "give a fraction between 0 and 1")
         for beta in optim.betas:
             _require(0 <= beta < 1, "optim.betas", optim.betas, "give two numbers from 0 to below 1")
         _require(0 <= optim.clip < math.inf, "optim.clip", optim.clip, "give 0 (no clipping) or more")
@@ -209,7 +209,7 @@ class RunConfig:
 
     @property
     def rows(self) -> int:
-        """Rows of one step over all devices."""
+        """Rows per step over all devices."""
         return self.tokens_per_step // self.model.block_size
 
     @property
@@ -236,12 +236,12 @@ class RunConfig:
         return step == self.steps or _is_multiple(step, self.eval.every)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """As a JSON-serializable dictionary."""
         return _plain(asdict(self))
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Where two configs (as dictionaries) would not be the same run, in words."""
+    """The fields, in words, in which two configs (as dictionaries) define different runs."""
     found = []
     for name in (f.name for f in fields(RunConfig) if f.name not in MAY_CHANGE):
         old, new = before.get(name), now.get(name)
@@ -256,7 +256,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return found
 
 
-# Where a run happens, what is logged, kept and evaluated; nothing that the weights depend on.
+# Fields that the trained weights do not depend on: where the run happens, what it logs, saves and evaluates.
 MAY_CHANGE = {
     *("name", "out", "init_from", "save", "eval", "log", "profile", "optim.max_skipped"),
     "data",  # compared by content, see `RunData.fingerprints`

@@ -1,4 +1,4 @@
-"""The data of a run as one rank sees it: its rows of every training batch, and of every validation batch."""
+"""The data of a run on one rank: its rows of every training and validation batch."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,25 +18,25 @@ from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.distributed import World
 from thoughtbubbles.train.config import RunConfig
 
-# Data that needs no preparation; one seed, so that runs with other seeds see the same text.
+# Built-in data that needs no preparation. The seed is fixed, so that runs with other seeds see the same text.
 MADE_HERE: dict[str, Callable[[Path], None]] = {
     "synthetic": partial(write_synthetic, n_tokens=1_000_000, seed=0),
     "stdlib": write_stdlib,
 }
-PROMPT_TOKENS = 16  # of the text that samples begin with
+PROMPT_TOKENS = 16  # length of the default prompts of samples
 
 
 class StepInputs(NamedTuple):
-    """What one rank needs for a step, on its device."""
+    """The inputs of one rank for a step, on its device."""
 
     step: int
     micros: list[tuple[Tensor, Tensor, Tensor]]  # ids, targets and lengths of each forward
-    real: Tensor  # how many real targets each forward has
+    real: Tensor  # number of real targets per forward
     all_real: Tensor  # of the whole step, over all ranks
 
 
 class Validation(NamedTuple):
-    """What a loss is measured on: a folder, under the name that the loss has."""
+    """A folder to measure the validation loss on, and the name that the loss is reported under."""
 
     name: str
     source: Source
@@ -45,13 +45,13 @@ class Validation(NamedTuple):
 
 class RunData:
     def __init__(self, config: RunConfig, world: World, *, made_in: Path | None = None):
-        """Opens and checks all of it; data that needs no preparation is made in the run's folder, or in `made_in`."""
+        """Opens and checks all data; built-in data is written to the run's folder, or to `made_in`."""
         self.rows, self.world = config.rows, world
         self.micro_batch_size = config.compute.micro_batch_size or max(1, config.rows // world.size)
         self.n_micro = micro_steps(config.rows, micro_batch_size=self.micro_batch_size, world=world.size)
         home = made_in or config.folder
         sources = [_source(Source.parse(entry), home) for entry in config.data.mixture]
-        verify = config.data.verify and world.is_first  # once is enough
+        verify = config.data.verify and world.is_first  # one rank is enough
         n_tokens = config.model.block_size
         self.loader = Loader(sources, rows=config.rows, n_tokens=n_tokens, seed=config.seed, verify=verify)
         self.shares = [facts.share for facts in self.loader.describe()]
@@ -72,7 +72,7 @@ class RunData:
         self.tokenizer = tokenizer(self.loader.tokenizer)
         self.beginnings = self._beginnings()
         self.notes = self._notes(sources, is_given=bool(config.data.val))
-        # What a resumed run compares: folders may have moved, but the indexes hold the checksums of all shards.
+        # A resumed run compares these: folders may have moved, but the indexes hold the checksums of all shards.
         self.fingerprints = [
             {"name": source.path.name, "share": share, "index": zlib.crc32((source.path / "index.json").read_bytes())}
             for source, share in zip(sources, self.shares, strict=True)
@@ -80,7 +80,7 @@ class RunData:
         world.wait()
 
     def _check(self, vocab_size: int) -> None:
-        """One tokenizer for all, and a model with room for its ids."""
+        """All data must have the same tokenizer, and the model's vocabulary must cover its ids."""
         ours = self.loader.tokenizer
         for (_, source, _), found in zip(self.validation, self.validation_sets, strict=True):
             if found.tokenizer != ours:
@@ -96,14 +96,14 @@ class RunData:
             )
 
     def _notes(self, sources: list[Source], *, is_given: bool) -> list[str]:
-        """What the run should say about its validation, one line each."""
+        """Remarks on the validation data, for the log, one line each."""
         having = {source.path for _, source, _ in self.validation}
         lacking = [str(source.path) for source in sources if source.path not in having]
         notes = []
         if not self.validation:
             notes.append(
-                f"no validation loss: {', '.join(lacking)} has no val split; --data.val DIR gives another folder, and "
-                "`prepare` makes one with --val-fraction or --val"
+                f"no validation loss: {', '.join(lacking)} has no val split; pass another folder with --data.val DIR, "
+                "or make one by `prepare` with --val-fraction or --val"
             )
         elif lacking and not is_given:
             notes.append(f"no validation loss for {', '.join(lacking)}, which has no val split")
@@ -116,7 +116,7 @@ class RunData:
         return notes
 
     def micro_batches(self, n: int) -> list[Batch]:
-        """This rank's part of global batch n, one for each forward."""
+        """This rank's part of global batch n, one batch per forward."""
         parts = (
             rows_of_rank(
                 self.rows,
@@ -130,18 +130,18 @@ class RunData:
         return [self.loader.batch(n, first, count) for first, count in parts]
 
     def inputs(self, n: int) -> StepInputs:
-        """Step n on the device. Nothing here waits for it: made while it works on step n − 1, they are there in time.
+        """The inputs of step n on the device. Does not wait for it: they are copied while it works on step n − 1.
 
-        A collective where there are several ranks.
+        A collective if there are several ranks.
         """
         batches, device = self.micro_batches(n), self.world.device
-        wide = np.float32 if device.type == "mps" else np.float64
-        counts = np.array([(batch.targets != IGNORED).sum() for batch in batches], dtype=wide)
+        dtype = np.float32 if device.type == "mps" else np.float64
+        counts = np.array([(batch.targets != IGNORED).sum() for batch in batches], dtype=dtype)
         real = move(counts, device)
         return StepInputs(n, [to_device(batch, device) for batch in batches], real, self.world.total(real.sum()))
 
     def validation_batches(self) -> Iterator[Batch]:
-        """This rank's rows of every validation batch: all ranks go through equally many forwards."""
+        """This rank's rows of every validation batch; all ranks get the same number of batches."""
         mine = slice(self.world.rank * self.micro_batch_size, (self.world.rank + 1) * self.micro_batch_size)
         for index, found in enumerate(self.validation_sets):
             for batch in found:
@@ -149,9 +149,9 @@ class RunData:
                 yield Batch(ids, targets, lengths, np.full_like(source, index))
 
     def _beginnings(self) -> list[list[int]]:
-        """The first tokens of each source's validation text, of its training text where no source has any.
+        """The first tokens of each source's validation text, or of its training text if no source has any.
 
-        Read once: a folder may be moved while the run works on what it has opened.
+        Read once: a folder may be moved while the run uses the files it has opened.
         """
         texts = [(source, split) for _, source, split in self.validation]
         found = []
@@ -180,7 +180,7 @@ def _own(sources: list[Source]) -> list[Validation]:
 
 
 def _others(entries: tuple[str, ...], sources: list[Source], home: Path) -> list[Validation]:
-    """Folders of `--data.val`: the `val` split of each, or all of it where it has none."""
+    """The folders of `--data.val`: the `val` split of each, or all of it if it has none."""
     found = [_source(Source(Path(entry)), home) for entry in entries]
     if len({source.path for source in found}) < len(found):
         raise ValueError(f"--data.val {' '.join(entries)}: names a folder twice; give it once")
@@ -188,7 +188,7 @@ def _others(entries: tuple[str, ...], sources: list[Source], home: Path) -> list
     splits = ["val" if has_split(source.path, "val") else "train" for source in found]
     for source, split in zip(found, splits, strict=True):
         if split == "train" and source.path.resolve() in trained_on:
-            raise ValueError(f"--data.val {source.path}: it is trained on, and has no val split; give another folder")
+            raise ValueError(f"--data.val {source.path}: is training data and has no val split; give another folder")
     return [Validation(*each) for each in zip(_names(found), found, splits, strict=True)]
 
 
@@ -212,7 +212,7 @@ def to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Tenso
 
 
 def move(array: np.ndarray, device: torch.device) -> Tensor:
-    """To the device without waiting for it: a GPU copies from pinned memory when it gets there."""
+    """To the device without waiting for it; to a GPU from pinned memory."""
     pin = device.type == "cuda"
     tensor = torch.from_numpy(array)
     return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=pin)

@@ -1,4 +1,4 @@
-"""What `--dry-run` looks at: everything that the real run would open, at the real shape, without a step of training."""
+"""The checks of `--dry-run`: opens everything that the real run would open, at full size, without training."""
 
 import os
 from pathlib import Path
@@ -16,12 +16,12 @@ from thoughtbubbles.train.resume import find_checkpoint, same_run
 
 
 def check_run(config: RunConfig, *, resume: bool, made_in: Path) -> list[str]:
-    """Refuses what the run would refuse, and tells what it would use, a line each. Nothing is written to its folder.
+    """Raises the errors of the real run, and returns a description of what it would use. Writes nothing to its folder.
 
-    The data with its checksums, ids and tokenizer, and its first batch; the weights to start from; the checkpoint to
-    go on with. Data that needs no preparation is made in `made_in`.
+    Checks the data (checksums, ids, tokenizer, first batch), the weights to start from and the checkpoint to resume.
+    Built-in data is written to `made_in`.
     """
-    # Each rank looks for itself: a process group that is left here could not be joined again by the step that follows.
+    # Each rank checks on its own: a process group left here could not be joined again by the step that follows.
     rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     world = World(torch.device(find_device(config.device)), rank, size)
     precision = find_precision(config.compute, world.device.type)
@@ -37,8 +37,8 @@ def check_run(config: RunConfig, *, resume: bool, made_in: Path) -> list[str]:
     found = find_checkpoint(config.folder, resume=resume, say=said.append)
     if found is not None:
         state = same_run(found, config, precision=precision, fingerprints=data.fingerprints)
-        said.append(f"{found}: goes on after step {state.step} of {config.steps}")
+        said.append(f"{found}: resumes after step {state.step} of {config.steps}")
     elif config.init_from is not None:
         weights, fresh = fitting_weights(config.model, config.init_from)
-        said.append(f"{config.init_from}: {len(weights)} weights fit, {len(fresh)} of fork layers start fresh")
+        said.append(f"{config.init_from}: {len(weights)} weights fit, {len(fresh)} of fork layers are new")
     return said

@@ -1,4 +1,4 @@
-"""Records of JSON to configs: every field is held against its annotation, so that True is not a number."""
+"""Builds configs from JSON and checks every field against its annotation (so True is not accepted as a number)."""
 
 import types
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from thoughtbubbles.model.config import is_number, is_whole
 
 Config = TypeVar("Config")
 
-LARGEST = 10**15  # of numbers that are counted: beyond it nothing was ever trained
+LARGEST = 10**15  # upper limit of counts (tokens, steps), far beyond any real training run
 WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", Path: "a path"}
 KINDS: dict[Any, Callable[[Any], bool]] = {
     int: is_whole,
@@ -29,13 +29,13 @@ KINDS: dict[Any, Callable[[Any], bool]] = {
 
 def read_count(text: str) -> int:
     """A whole number, also as 1e5, 2.5e9 or 100_000."""
-    wanted = f"give a whole number up to {LARGEST:.0e}, such as 100_000 or 2.5e9"
+    remedy = f"give a whole number up to {LARGEST:.0e}, such as 100_000 or 2.5e9"
     try:
         number = Decimal(text) if len(text) <= 40 else Decimal("nan")
     except InvalidOperation:
         number = Decimal("nan")
     if not number.is_finite() or not -LARGEST <= number <= LARGEST or number != number.to_integral_value():
-        raise ValueError(f"{short_name(text)!r} is not one: {wanted}")
+        raise ValueError(f"{short_name(text)!r}: {remedy}")
     return int(number)
 
 
@@ -52,7 +52,7 @@ Count = Annotated[
 
 
 def check_kinds(config: Any, *, prefix: str = "") -> None:
-    """Refuses a field whose value is not what its annotation says, by the name of its option."""
+    """Raises ValueError, with the name of the option, for a field whose value does not match its annotation."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if is_dataclass(hint):
@@ -91,22 +91,22 @@ def _words(hint: Any) -> str:
     return WORDS[hint]
 
 
-# Names that fields had in the first run folders.
+# Fields that had another name in the first version of run folders.
 RENAMED = {"compute.micro_rows": "micro_batch_size", "compute.recompute": "activation_checkpointing"}
 
 
 def from_record(kind: type[Config], record: Any, *, where: str, prefix: str = "") -> Config:
-    """A config from what JSON holds of it; what is left out has its default. `where` names the file in errors."""
+    """A config from its JSON object; missing fields take their defaults. `where` names the file in errors."""
     if not isinstance(record, dict):
-        raise ValueError(f"{where}: {prefix.rstrip('.') or 'config'} is not an object: it is damaged")
+        raise ValueError(f"{where}: {prefix.rstrip('.') or 'config'} is not an object: the file is damaged")
     record = {RENAMED.get(prefix + name, name): value for name, value in record.items()}
     hints = get_type_hints(kind)
     if unknown := sorted(record.keys() - hints.keys()):
         name = short_name(prefix + unknown[0])
-        raise ValueError(f"{where}: {name} is not known here: it is damaged, or from another version")
+        raise ValueError(f"{where}: unknown field {name}: the file is damaged, or from another version")
     for field in fields(kind):  # type: ignore[arg-type]
         if field.default is MISSING and field.default_factory is MISSING and field.name not in record:
-            raise ValueError(f"{where}: {prefix}{field.name} is missing: it is damaged")
+            raise ValueError(f"{where}: {prefix}{field.name} is missing: the file is damaged")
     values = {
         name: from_record(hints[name], value, where=where, prefix=f"{prefix}{name}.")
         if is_dataclass(hints[name])
@@ -120,7 +120,7 @@ def from_record(kind: type[Config], record: Any, *, where: str, prefix: str = ""
 
 
 def _from_json(value: Any, hint: Any) -> Any:
-    """JSON has lists for tuples and texts for paths; what is of another kind stays, to be refused by name."""
+    """Converts lists to tuples and strings to paths; other values stay as they are, for `check_kinds` to reject."""
     if isinstance(value, list):
         return tuple(value)
     return Path(value) if isinstance(value, str) and Path in (hint, *get_args(hint)) else value

@@ -1,4 +1,4 @@
-"""What the fork layers did with a batch: streams per token, scores, dropped candidates."""
+"""Statistics of the fork layers on a batch: streams per token, scores, dropped candidates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ def fork_statistics(records: Sequence[ForkRecord], lengths: Int[Tensor, "B"], n_
     """
     found = []
     token = torch.arange(n_tokens, device=lengths.device)
-    token = torch.where(token < lengths[:, None], token, n_tokens)  # of the streams that come into the layer
+    token = torch.where(token < lengths[:, None], token, n_tokens)  # of the streams that enter the layer
     for record in records:
         real = (token < n_tokens).repeat_interleave(2, dim=1)
         scores = record.log_score[real].float().exp()
@@ -37,5 +37,5 @@ def fork_statistics(records: Sequence[ForkRecord], lengths: Int[Tensor, "B"], n_
 
 
 def _at_most(values: Tensor, n: int) -> Tensor:
-    """torch.quantile takes no more than 16M values; evenly spaced ones do."""
+    """Evenly spaced values, since torch.quantile takes at most 16M."""
     return values[:: -(-len(values) // n)] if len(values) > n else values

@@ -1,4 +1,4 @@
-"""How a run begins: its own folder, and fresh weights or another model's."""
+"""Start of a run: locks its folder, and initializes the weights or loads those of another model."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -25,28 +25,28 @@ from thoughtbubbles.train.config import RunConfig
 
 
 def build_model(config: RunConfig, say: Callable[[str], None]) -> Thoughtbubbles:
-    """Initial weights on the CPU, where one seed gives the same numbers for every device and number of ranks."""
+    """Initializes on the CPU, so that a seed gives the same weights on every device and number of ranks."""
     torch.manual_seed(config.seed)
     model = Thoughtbubbles(config.model)
     if config.compute.precision == "float64":
-        model.double().init_weights()  # drawn in float64 they have the same bits on every kind of CPU too
+        model.double().init_weights()  # drawn in float64, they are bit-identical on every kind of CPU
     if config.init_from is not None:
         fresh = initialize(model, config.init_from)
         layers = sorted({name.split(".")[1] for name in fresh}, key=int)
-        added = f"; it has no fork layers {', '.join(layers)}, which start fresh" if fresh else ""
+        added = f"; it has no fork layers {', '.join(layers)}, which are newly initialized" if fresh else ""
         say(f"weights from {config.init_from}{added}")
     return model
 
 
 def initialize(model: Thoughtbubbles, path: Path) -> list[str]:
-    """Weights from a saved model. Fork layers that it lacks keep their fresh ones; returns their names."""
+    """Loads weights from a saved model. Fork layers missing there stay newly initialized; returns their names."""
     weights, fresh = fitting_weights(model.config, path)
     model.load_state_dict({**model.state_dict(), **weights})
     return fresh
 
 
 def fitting_weights(config: ModelConfig, path: Path) -> tuple[dict[str, Tensor], list[str]]:
-    """The weights of a saved model, checked against its manifest, and the names that the new model has besides."""
+    """The weights of a saved model, checked against its manifest, and the names of fork weights missing there."""
     folder = find_model(path)
     check_manifest(folder)
     weights, expected = read_weights(folder), shapes(config)
@@ -64,7 +64,7 @@ def fitting_weights(config: ModelConfig, path: Path) -> tuple[dict[str, Tensor],
 
 @contextmanager
 def own_folder(run: Path, world: World) -> Iterator[None]:
-    """Makes the run's folder, and holds it against other processes, on the first rank and for all."""
+    """Creates the run's folder and locks it against other processes; the first rank does so for all."""
     with ExitStack() as held:
         world.first(lambda: held.enter_context(_made_and_locked(run)))
         _check_shared(run, world)
@@ -81,16 +81,16 @@ def _made_and_locked(run: Path) -> Iterator[None]:
 
 
 def _check_shared(run: Path, world: World) -> None:
-    """Every rank must see what the first one writes: a checkpoint is the work of all of them."""
+    """Every rank must see the files of the first one, since all of them write a checkpoint together."""
     mark = world.first(lambda: run / f".seen-by-all-{os.getpid()}")
     world.first(lambda: _touch(mark))
     world.wait()
-    trouble = None if mark.exists() else f"rank {world.rank} does not see {run} as the first rank does"
+    trouble = None if mark.exists() else f"rank {world.rank} does not see the same {run} as the first rank"
     trouble = world.first_error(trouble)
     if world.is_first:
         mark.unlink()
     if trouble is not None:
-        raise ValueError(f"{trouble}: give an --out on a file system that all hosts share")
+        raise ValueError(f"{trouble}: give an --out on a file system shared by all hosts")
 
 
 def _touch(mark: Path) -> None:

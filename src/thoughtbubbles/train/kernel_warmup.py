@@ -1,8 +1,8 @@
 """Compiles the kernels of a model's blocks in the background, while the rest of a run starts.
 
-Triton compiles a kernel when it is first launched, half of that time in a process of its own; torch.compile keeps the
-main thread busy meanwhile. Here two blocks run forward and backward on a single row, once without scores and once with
-them, for nothing but the kernels they need. Should the run need one at the same moment, both compile it: no harm.
+Triton compiles a kernel on its first launch, half of that time in a separate process; torch.compile keeps the main
+thread busy meanwhile. Here two blocks run forward and backward on a single row, once without scores and once with them,
+only to compile their kernels. If the run needs a kernel at the same moment, both compile it, which is harmless.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from thoughtbubbles.train.parallel import has_kernels
 
 
 def warm_up_kernels(config: ModelConfig, compute: ComputeConfig, world: World) -> Callable[[], None]:
-    """Begins, where our kernels serve a run on one GPU; what it returns waits for the end."""
+    """Starts the compilation if the run uses our kernels on one GPU; the returned function waits for its end."""
     device = world.device
-    if world.is_distributed or not has_kernels(compute, device.type):  # sharded weights have another dtype
+    if world.is_distributed or not has_kernels(compute, device.type):  # FSDP's weights have another dtype
         return lambda: None
     residual = torch.bfloat16 if compute.residual == "bf16" else torch.float32
 
@@ -33,19 +33,19 @@ def warm_up_kernels(config: ModelConfig, compute: ComputeConfig, world: World) -
         try:
             with torch.cuda.device(device):
                 run_two_blocks(config, device, residual)
-        except Exception:  # the run itself compiles what is missing, and says what is wrong if something is
+        except Exception:  # the run itself compiles what is missing, and raises the error if there is one
             pass
 
-    # Now, since two threads that import torch's many parts at the same time can stumble over each other.
+    # Import now: two threads that import parts of torch at the same time can interfere.
     for name in ("torch._dynamo", *(f"thoughtbubbles.kernels.{name}" for name in ("attention", "gelu", "norm"))):
         import_module(name)
-    thread = Thread(target=work)  # no daemon: one that is cut off within CUDA or the compiler may take Python with it
+    thread = Thread(target=work)  # not a daemon: killing it inside CUDA or the compiler may crash Python
     thread.start()
     return thread.join
 
 
 def run_two_blocks(config: ModelConfig, device: torch.device, residual: torch.dtype) -> None:
-    """On rows of as many streams as a run's have: some kernels know whether their tiles fit."""
+    """Uses rows with as many streams as in the run: some kernels are specialized on whether their tiles fit."""
     lengths = {False: config.copies * config.block_size}
     if config.fork_layers:
         lengths[True] = Budget.of(config.budget).largest_floor(config.block_size)

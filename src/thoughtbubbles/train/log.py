@@ -1,4 +1,4 @@
-"""What a run shows and writes: a progress bar where a person watches, plain lines otherwise, metrics.jsonl always."""
+"""Logging of a run: a progress bar in a terminal, plain lines otherwise, and always metrics.jsonl."""
 
 import importlib
 import json
@@ -18,7 +18,7 @@ from thoughtbubbles.files import named, read_bytes, read_object, write_atomicall
 from thoughtbubbles.train.config import LogConfig
 from thoughtbubbles.train.forks import QUANTILE_NAMES
 
-# Dense bfloat16 TFLOP/s from the makers' data sheets, by a part of torch's name for the device.
+# Dense bfloat16 TFLOP/s from the vendors' data sheets, by a substring of torch's device name.
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -31,7 +31,7 @@ PEAK_TFLOPS = {
 }
 
 
-# What an evaluation writes into metrics.jsonl, now and in the first run folders.
+# Keys that an evaluation writes to metrics.jsonl, in this and in the first version of run folders.
 EVALUATED = {"validation_loss", "sample", "held_out", "held_out_sample"}
 
 
@@ -43,7 +43,7 @@ def peak_tflops(config: LogConfig, device: torch.device) -> float | None:
 
 
 class Log:
-    """Of one run, on its first rank; the other ranks are quiet."""
+    """The log of one run, written by its first rank; the other ranks are silent."""
 
     def __init__(self, folder: Path, config: LogConfig, *, name: str, steps: int, is_first: bool):
         self.folder, self.config, self.steps, self.is_first = folder, config, steps, is_first
@@ -55,7 +55,7 @@ class Log:
         self._sinks: list[Any] = []
 
     def start(self, config: dict[str, Any], *, done: int) -> None:
-        """Goes on after `done` finished steps: what an interrupted run has logged beyond them is taken back."""
+        """Continues after `done` finished steps; anything that an interrupted run logged after them is removed."""
         if not self.is_first:
             return
         self._sinks = list(_sinks(self.config, self.folder, self._name, config, done=done))
@@ -85,22 +85,22 @@ class Log:
             self.say(f"step {facts['step']}/{self.steps}  {_short(facts)}")
 
     def write(self, facts: dict[str, Any]) -> None:
-        """One line of metrics.jsonl, and the numbers to whoever else listens."""
+        """Writes one line to metrics.jsonl, and the numbers to the other sinks."""
         if self.metrics is None:
             return
         try:
             self.metrics.write(json.dumps(_json(facts)) + "\n")
             self.metrics.flush()
         except OSError as error:
-            if not self.failed:  # training matters more than its log
-                self.say(f"metrics.jsonl cannot be written ({error.strerror}); the run goes on without it")
+            if not self.failed:  # a broken log must not end the training
+                self.say(f"metrics.jsonl cannot be written ({error.strerror}); the run continues without it")
             self.failed = True
         for sink in list(self._sinks):
             try:
                 sink(facts["step"], flat(facts))
             except Exception as error:
                 self._sinks.remove(sink)
-                self.say(f"a log besides metrics.jsonl cannot be written ({error}); the run goes on without it")
+                self.say(f"a log other than metrics.jsonl cannot be written ({error}); the run continues without it")
 
     def say(self, text: str) -> None:
         if self.is_first:
@@ -136,7 +136,7 @@ class Speed:
         return facts if self.peak is None else {**facts, "mfu": tflops / self.peak}
 
     def pause(self, tokens: int) -> None:
-        """Evaluation and saving are not training: their time is left out."""
+        """Leaves out the time since the last reading: evaluation and saving do not count."""
         self._at, self._tokens = time.perf_counter(), tokens
 
 
@@ -154,7 +154,7 @@ def _short(facts: dict[str, Any]) -> str:
 
 
 def _json(value: Any) -> Any:
-    """Numbers that JSON does not know become text."""
+    """Converts inf and nan, which JSON does not have, to strings."""
     if isinstance(value, dict):
         return {key: _json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -179,9 +179,9 @@ def flat(facts: dict[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def _take_back(path: Path, done: int) -> None:
-    """Drops what came after step `done`; an evaluation at that step is made again. A line cut short goes too."""
+    """Removes lines after step `done`, the evaluation at that step (it is run again), and truncated lines."""
     kept = []
-    for line in read_bytes(path, remedy="remove it, and --resume again").decode(errors="replace").splitlines():
+    for line in read_bytes(path, remedy="delete it, and --resume again").decode(errors="replace").splitlines():
         try:
             facts = json.loads(line)
             step = int(facts["step"])
@@ -193,7 +193,7 @@ def _take_back(path: Path, done: int) -> None:
 
 
 def check_sinks(config: LogConfig) -> None:
-    """Refuses a log whose package is missing."""
+    """Raises ValueError if the package of a requested log is missing."""
     for option, wanted, package in (
         ("wandb", config.wandb is not None, "wandb"),
         ("tensorboard", config.tensorboard, "torch.utils.tensorboard"),
@@ -230,11 +230,11 @@ def _sinks(
 
 
 def _wandb_id(folder: Path) -> str:
-    """One run there for one run here, over all resumes."""
+    """The id of the Weights & Biases run, the same one over all resumes."""
     path = folder / "wandb.json"
     if not path.exists():
         write_json(path, {"id": f"{time.time_ns():x}"})
-    found = read_object(path, remedy="remove it to log to a new run there").get("id")
+    found = read_object(path, remedy="delete it to log to a new W&B run").get("id")
     if not (isinstance(found, str) and re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", found)):
-        raise ValueError(f"{path} has no id of a run: remove it to log to a new run there")
+        raise ValueError(f"{path} has no run id: delete it to log to a new W&B run")
     return found

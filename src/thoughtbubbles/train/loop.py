@@ -1,10 +1,10 @@
-"""The one loop: pretraining, mid-training and fine-tuning are recipes for it. Order: step → log → save → evaluate.
+"""The training loop, used for pretraining, mid-training and fine-tuning. Order: step → log → save → evaluate.
 
-Step n reads batch n and draws its random numbers from (seed, n), so the number of finished steps is all the state there
-is besides weights and optimizer, and a run that is killed and resumed gives the same bits as one that is not.
+Step n reads batch n and seeds its random numbers with (seed, n). The number of finished steps is therefore the only
+state besides weights and optimizer, and a run that is killed and resumed is bit-identical to one that is not.
 
-The device is not kept waiting: `launch` queues a step, and the next one's batches after it, and its numbers are read
-when the next step has been launched, unless something is due that needs them.
+The device never waits for the host: `launch` queues a step and the copies of the next step's batches. Its loss and norm
+are read after the next step has been launched, unless logging, saving or evaluation needs them earlier.
 """
 
 import math
@@ -54,12 +54,12 @@ class Result:
 
     @property
     def exit_code(self) -> int:
-        """0 for a finished run, else what shells and schedulers expect of one that a signal has ended."""
+        """0 for a finished run, else 128 + signal number, as shells and schedulers expect."""
         return 0 if self.finished else 128 + (self.stopped_by or signal.SIGTERM)
 
 
 class Launched(NamedTuple):
-    """A step that the device is working on."""
+    """A step that has been queued on the device."""
 
     step: int  # counted from 1
     numbers: AsyncScalars  # loss, gradient norm, real targets, and whether a rank was asked to stop
@@ -77,7 +77,7 @@ def train(config: RunConfig, *, resume: bool = False) -> Result:
         except BaseException as error:
             if not world.is_distributed:
                 raise
-            # Others may wait for this rank, in a step or in a save: only its end makes torchrun end them.
+            # Other ranks may be waiting for this one, in a step or in a save: torchrun ends them once it exits.
             text = str(error) if isinstance(error, ValueError) else traceback.format_exc()
             print(f"rank {world.rank}: {text}", file=sys.stderr, flush=True)
             os._exit(1)
@@ -114,16 +114,16 @@ class Trainer:
             milestones=config.milestone_steps | set(state.milestones or () if state is not None else ()),
             tokenizer=self.data.tokenizer,
         )
-        self.done = self.skipped_in_a_row = 0  # finished steps, and how many of the last were skipped
+        self.done = self.skipped_in_a_row = 0  # finished steps; how many of the latest ones were skipped
         if found is not None and state is not None:
             restore(found, self.model, self.optimizer, world)
             self.done, self.skipped_in_a_row = state.step, state.skipped_in_a_row
         self._ahead: StepInputs | None = None  # of the next step
-        self._unread: Launched | None = None  # the step whose numbers nobody has looked at yet
+        self._unread: Launched | None = None  # the step whose loss and norm have not been read yet
         self._most_skipped = 0  # steps in a row, in this process
         self._begun_at = self.done
         self.validation_loss: dict[str, float] = {}
-        self._signal: int | None = None  # that has asked this rank to stop
+        self._signal: int | None = None  # the signal that asked this rank to stop
         self._stop = False  # as agreed by all ranks
 
     def run(self) -> Result:
@@ -144,7 +144,7 @@ class Trainer:
         watch = Watch(config, self.world, self.log, begin=self.done)
         try:
             with self._signals():
-                if self.done and config.evaluates_after(self.done):  # a kill may have come before it
+                if self.done and config.evaluates_after(self.done):  # the run may have been killed before evaluating
                     self.evaluate()
                 while self.done < config.steps and not self._stop:
                     if watch.is_due(self.done):
@@ -153,37 +153,37 @@ class Trainer:
                     else:
                         self._round(speed)
                 watch.close()
-                self._report_failed_save(final=True)  # a signal now must not end the process before it is written
+                self._report_failed_save(final=True)  # still with signals handled: the save must finish
             finished = self.done == config.steps
             if not finished:
-                go_on = f"thoughtbubbles train --resume {self.folder}"
-                self.log.say(f"stopped after step {self.done}; go on with: {go_on}")
+                command = f"thoughtbubbles train --resume {self.folder}"
+                self.log.say(f"stopped after step {self.done}; resume with: {command}")
             checkpoint = self.folder / folder_name(self.done)
             return Result(self.folder, checkpoint, self.done, finished, self.validation_loss, self._signal)
         except Exception:
-            if not self.world.is_distributed:  # the other ranks, which would have to take part, are ended
+            if not self.world.is_distributed:  # finishing a save needs all ranks, and the others are being ended
                 with suppress(Exception):
-                    self.checkpoints.finish()  # what was begun before this went wrong
+                    self.checkpoints.finish()  # a save that started before the error
             raise
         finally:
-            with suppress(Exception):  # what went wrong is on its way already
+            with suppress(Exception):  # do not hide the original error
                 self._note_unread(speed)
             self.log.close()
 
     def _round(self, speed: Speed) -> None:
-        """One step; and what is due after it, for which its numbers must be known.
+        """One step, and the logging, saving and evaluation due after it, which need its loss and norm.
 
-        Usually they are read only when the next step has been launched: the device never waits for the host.
+        Otherwise these are read after the next step has been launched, so that the device never waits for the host.
         """
         config, before = self.config, self._unread
         self._unread = self.launch()
         self.done += 1
-        if not self.world.is_distributed:  # several ranks must agree, and know of a signal one step later
+        if not self.world.is_distributed:  # several ranks must agree: they learn of a signal one step later
             self._stop = self._stop or self._signal is not None
         if before is not None:
             self._note(before, speed)
         is_due = config.logs_after(self.done) or config.saves_after(self.done) or config.evaluates_after(self.done)
-        is_due = is_due or self.done == self._begun_at + 1  # the first one shows that all is well
+        is_due = is_due or self.done == self._begun_at + 1  # report the first step right away
         if is_due or self._stop or self.skipped_in_a_row:
             self._note_unread(speed)
         self._end_if_too_many_were_skipped()
@@ -213,9 +213,9 @@ class Trainer:
         self._count_skipped(facts["skipped"], step)
 
     def launch(self) -> Launched:
-        """Queues an optimizer step on global batch `done`, and the copies of the next one's batches after it.
+        """Queues an optimizer step on global batch `done`, then the copies of the next step's batches.
 
-        Its loss is one mean over all real targets of all ranks. The host does not wait for the device.
+        The loss is the mean over all real targets of all ranks. The host does not wait for the device.
         """
         config, device, n = self.config, self.world.device, self.done
         torch.manual_seed(mix(config.seed, n, self.world.rank))
@@ -240,11 +240,11 @@ class Trainer:
         return Launched(n + 1, later, lr, passed.forks if is_logged else None, lengths, ids.shape[1])
 
     def read(self, step: Launched) -> dict[str, Any]:
-        """What the step came to. Here alone the host waits for the device."""
+        """Loss, gradient norm and fork statistics of a step. Only here does the host wait for the device."""
         loss, norm, targets, stop = step.numbers.read()
         self._stop = self._stop or stop > 0  # all ranks stop after the same step
         facts: dict[str, Any] = {"loss": loss, "targets": max(1, int(targets)), "lr": step.lr, "gradient_norm": norm}
-        facts["skipped"] = not (math.isfinite(loss) and math.isfinite(norm))  # as the optimizer has decided too
+        facts["skipped"] = not (math.isfinite(loss) and math.isfinite(norm))  # same rule as in the optimizer
         if step.forks:
             facts["forks"] = fork_statistics(step.forks, step.lengths, step.n_tokens)
         return facts
@@ -284,7 +284,7 @@ class Trainer:
     def _count_skipped(self, skipped: bool, step: int) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if skipped:
-            self.log.say(f"step {step}: the loss or its gradient is not finite; the step is skipped")
+            self.log.say(f"step {step}: the loss or its gradient is not finite; skipping the step")
         self._most_skipped = max(self._most_skipped, self.skipped_in_a_row)
 
     def _end_if_too_many_were_skipped(self) -> None:
@@ -295,27 +295,27 @@ class Trainer:
             try:
                 self.checkpoints.finish()
             except SaveError as error:
-                where = f"They could not be saved ({error}); earlier checkpoints are whole"
+                where = f"They could not be saved ({error}); earlier checkpoints are complete"
             raise ValueError(
-                f"{in_a_row} steps in a row were not finite, so the run stops after step {self.done}. {where}: look at "
-                "the data, lower --optim.lr in a new run with --init-from, or try further with --resume"
+                f"{in_a_row} steps in a row were not finite, so the run stops after step {self.done}. {where}: check "
+                "the data, lower --optim.lr in a new run with --init-from, or try again with --resume"
             )
 
     def _report_failed_save(self, *, final: bool = False) -> None:
-        """A checkpoint that failed in the background is reported; at the end of a run it is an error."""
+        """Reports a checkpoint that failed in the background; at the end of a run this is an error."""
         try:
             self.checkpoints.finish()
         except SaveError as error:
             if final:
-                raise ValueError(f"{error}. The checkpoints before it are whole: make room and --resume") from None
-            self.log.say(f"{error}. The run goes on, and the next checkpoint is tried as planned")
+                raise ValueError(f"{error}. Earlier checkpoints are complete: free disk space and --resume") from None
+            self.log.say(f"{error}. The run continues; the next checkpoint will be saved as planned")
 
     def _announce(self) -> None:
         config, data, world = self.config, self.data, self.world
         if self.done:
             self.log.say(f"resumed {self.folder} after step {self.done}")
             if self.warmup != warmup_steps(config.optim, config.steps):
-                self.log.say(f"its length has changed: the warm-up stays what it was, {self.warmup} steps")
+                self.log.say(f"its length has changed; the warm-up is still {self.warmup} steps")
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.log.say(
             f"{config.name}: {parameters:,} parameters, {config.steps:,} steps of {config.tokens_per_step:,} tokens "
@@ -327,9 +327,9 @@ class Trainer:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and the first Ctrl-C let the step finish (with several ranks the next one too), save and end.
+        """On SIGTERM and the first Ctrl-C, finishes the step (with several ranks also the next one), saves and exits.
 
-        The second Ctrl-C ends at once.
+        A second Ctrl-C exits immediately.
         """
 
         def stop(number: int, _: Any) -> None:
@@ -340,7 +340,7 @@ class Trainer:
 
         try:
             before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-        except ValueError:  # not the main thread: whoever started us handles signals
+        except ValueError:  # not in the main thread: the caller handles signals
             yield
             return
         try:

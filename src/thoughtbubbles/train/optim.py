@@ -1,12 +1,12 @@
-"""Optimizers and learning rate. Weight decay is for tensors of two dimensions or more; the schedule is a function.
+"""Optimizers and learning rate schedule. Weight decay applies to tensors with two or more dimensions.
 
 The state that a checkpoint needs is a flat dictionary of tensors, sharded like the parameters, and one integer: the
 number of updates made (AdamW's step, the same for every parameter).
 
-A step is bound by memory: AdamW reads p, g, m, v and writes p, m, v, and the norm reads g once more. So clipping is no
-pass of its own but a factor inside AdamW's kernel, and a step that is not finite is skipped there too, where the device
-knows of it: the host queues everything and waits for nothing. Sharded tensors are worked on as what each rank has.
-float32 on a GPU goes through kernels/adamw.py, one launch for all parameters; torch's own kernel does the rest.
+A step is memory-bound: AdamW reads p, g, m, v and writes p, m, v, and the norm reads g once more. So clipping is not a
+separate pass but a factor inside AdamW's kernel. The kernel also skips a step that is not finite, which the device
+finds out by itself: the host queues everything and never waits. Each rank updates its own shards.
+float32 on a GPU uses kernels/adamw.py, one launch for all parameters; everything else uses torch's fused kernel.
 """
 
 import math
@@ -24,9 +24,9 @@ from thoughtbubbles.train.config import OptimConfig
 if TYPE_CHECKING:
     from thoughtbubbles.kernels.adamw import Plan, Planner
 
-STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # what each keeps for a parameter
-EPSILON = 1e-8  # beside the root of the second moment
-TINY = 1e-6  # beside the norm, as in torch's clip_grad_norm_
+STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # tensors per parameter
+EPSILON = 1e-8  # added to the root of the second moment
+TINY = 1e-6  # added to the norm, as in torch's clip_grad_norm_
 
 
 def warmup_steps(optim: OptimConfig, steps: int) -> int:
@@ -34,9 +34,9 @@ def warmup_steps(optim: OptimConfig, steps: int) -> int:
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int, warmup: int | None = None) -> float:
-    """Of step 0 … steps − 1. The warm-up ends at the peak; cosine and wsd end at `floor` times it.
+    """The learning rate of step 0 … steps − 1. The warm-up ends at the peak; cosine and wsd end at `floor` · peak.
 
-    `warmup` is its number of steps where that is not the config's share: a run that was extended keeps its own.
+    `warmup` overrides the number of warm-up steps: an extended run keeps the number it started with.
     """
     warmup = warmup_steps(optim, steps) if warmup is None else warmup
     if step < warmup:
@@ -50,7 +50,7 @@ def learning_rate(optim: OptimConfig, step: int, steps: int, warmup: int | None 
 
 
 class Optimizer:
-    """AdamW, alone or with Muon for the blocks' matrices, as one thing to step, save and restore."""
+    """AdamW, alone or with Muon for the blocks' matrices, as one object to step, save and restore."""
 
     def __init__(self, model: nn.Module, optim: OptimConfig):
         self.config = optim
@@ -64,9 +64,9 @@ class Optimizer:
             f"{key}.{self.name_of[parameter]}": torch.zeros_like(parameter, requires_grad=False)
             for _, parameter, key in self._entries()
         }
-        self._updates = torch.zeros((), device=next(iter(self.name_of)).device)  # there, since it may stay as it is
-        # One for each matrix, so that no more than one of them has to be kept for a step that is not taken. Updates
-        # are scaled to AdamW's usual size: one learning rate serves both.
+        self._updates = torch.zeros((), device=next(iter(self.name_of)).device)  # the device decides whether to count
+        # One optimizer per matrix, so that a skipped step needs a backup of only one matrix at a time. Updates are
+        # scaled to AdamW's usual size, so that both share one learning rate.
         self._muons = {
             parameter: torch.optim.Muon(
                 [parameter], lr=optim.lr, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw"
@@ -77,21 +77,21 @@ class Optimizer:
 
     @property
     def updates(self) -> int:
-        """Steps taken, without those skipped. Waits for the device."""
+        """Number of steps taken, not counting skipped ones. Waits for the device."""
         return int(self._updates.item())
 
     @torch.no_grad()
     def step(self, lr: float, *, clip: float, loss: Tensor | None = None) -> Tensor:
-        """One update with the gradient scaled down to a norm of at most `clip` (0: as it is); returns the norm before.
+        """One update with the gradient norm clipped to `clip` (0: not clipped); returns the norm before clipping.
 
-        If the norm, or the loss where it is given, is not finite, nothing changes: no weight, no moment, no count. All
-        of it is decided on the device, and the host does not wait.
+        If the norm, or the loss if given, is not finite, nothing changes: no weight, no moment, no count. The device
+        decides this; the host does not wait.
         """
         gradients = [parameter.grad for parameter in self.name_of if parameter.grad is not None]
         plan = None if self._planner is None else self._plan(self._planner)
         norm = gradient_norm(gradients, plan)
         finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
-        if norm.device.type == "mps" and not finite:  # its kernel can neither skip nor scale
+        if norm.device.type == "mps" and not finite:  # the MPS kernel can neither skip nor scale
             return norm
         self._updates += finite
         if plan is not None:
@@ -162,7 +162,7 @@ class Optimizer:
             grad_scale=((norm + TINY) / clip).clamp(min=1.0) if clip and in_kernel else None,  # divides
             found_inf=None if on_mps else (~finite).float(),
         )
-        torch.autograd.graph.increment_version(parameters)  # which this kernel forgets: copies would seem up to date
+        torch.autograd.graph.increment_version(parameters)  # the kernel does not, and bf16 copies would look up to date
 
     def _step_muon(
         self, parameter: Tensor, muon: torch.optim.Muon, lr: float, norm: Tensor, clip: float, finite: Tensor
@@ -178,7 +178,7 @@ class Optimizer:
             tensor.copy_(torch.where(finite, tensor, before))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state by name, e.g. `exp_avg.blocks.0.mlp.up.weight`; zeros for what has not been updated yet."""
+        """The state by name, e.g. `exp_avg.blocks.0.mlp.up.weight`; zeros before the first update."""
         return dict(self._state)
 
     def restore(self, tensors: dict[str, Tensor], updates: int) -> None:
@@ -193,7 +193,7 @@ class Optimizer:
 
 
 def gradient_norm(gradients: Sequence[Tensor], plan: "Plan | None" = None) -> Tensor:
-    """Of all gradients as one vector, over all ranks; on the device. With a plan, by kernel."""
+    """Global norm of all gradients over all ranks, on the device. With a plan, it is computed by our kernel."""
     first = gradients[0]
     if plan is None:
         own = [_local(gradient) for gradient in gradients]
@@ -211,7 +211,7 @@ def gradient_norm(gradients: Sequence[Tensor], plan: "Plan | None" = None) -> Te
 
 
 def _find_planner(parameters: Sequence[Tensor]) -> "Planner | None":
-    """Where the kernel serves: float32 on a GPU."""
+    """The planner of our kernel, which handles float32 on a GPU; None elsewhere."""
     own = [_local(parameter) for parameter in parameters]
     if not own or not kernels.for_adamw(own):
         return None
@@ -225,5 +225,5 @@ def _factor(norm: Tensor, clip: float) -> Tensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """This rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,8 +1,8 @@
-"""Parallelism around the model, never inside it: activation checkpointing, compilation, then FSDP2.
+"""Activation checkpointing, compilation and FSDP2, applied in this order to the model from outside.
 
-Each block is one FSDP group. With bf16 its weights travel and work in bfloat16, while the masters, the gradients'
-reduction, and everything else (embedding, score heads, fork embeddings, final norm) stay float32. FSDP's own casting of
-inputs is off: it would round the log scores, and with them the decisions.
+Each block is one FSDP group. With bf16 its weights are communicated and used in bfloat16, while the master weights, the
+gradient reduction and everything else (embedding, score heads, fork embeddings, final norm) stay float32. FSDP's input
+casting is off: it would round the log scores, and so change the selection.
 """
 
 import warnings
@@ -24,15 +24,15 @@ from thoughtbubbles.train.config import ComputeConfig
 
 def find_precision(compute: ComputeConfig, device: str) -> str:
     if compute.precision == "float64" and device == "mps":
-        raise ValueError("--compute.precision float64: mps has none; take cpu")
+        raise ValueError("--compute.precision float64: not available on mps; use --device cpu")
     found = ("bf16" if device == "cuda" else "float32") if compute.precision == "auto" else compute.precision
     if compute.residual == "bf16" and found != "bf16":
-        raise ValueError("--compute.residual bf16: goes with --compute.precision bf16 only")
+        raise ValueError("--compute.residual bf16: needs --compute.precision bf16")
     return found
 
 
 def parallelize(model: Thoughtbubbles, world: World, compute: ComputeConfig) -> None:
-    """In place; parameter names stay what they are."""
+    """In place; parameter names do not change."""
     device = world.device.type
     if compute.residual == "bf16":
         model.stream_dtype = torch.bfloat16
@@ -46,14 +46,14 @@ def parallelize(model: Thoughtbubbles, world: World, compute: ComputeConfig) -> 
 
 
 def has_kernels(compute: ComputeConfig, device: str) -> bool:
-    """Whether blocks run on kernels of ours."""
+    """Whether blocks run on our kernels."""
     return kernels.for_blocks(device, _product_dtype(compute, device))
 
 
 def _is_all_kernels(model: Thoughtbubbles, compute: ComputeConfig, device: str) -> bool:
-    """With nothing but matrix products besides: in a CUDA graph a compiler could only delay the start.
+    """Whether blocks are only our kernels and matrix products: then compiling them for a CUDA graph gains nothing.
 
-    Not the authors' form, for whose attention and GELU there is no kernel.
+    Not the authors' form, since there are no kernels for its attention and GELU.
     """
     dtype, head_size = _product_dtype(compute, device), model.config.head_size
     is_available = kernels.for_attention(device, dtype, head_size=head_size)
@@ -65,18 +65,18 @@ def _product_dtype(compute: ComputeConfig, device: str) -> torch.dtype:
 
 
 def uses_graph(compute: ComputeConfig, world: World) -> bool:
-    """Whether a step is replayed as a CUDA graph: on one GPU. FSDP's streams and buffers are not made for that."""
+    """Whether a step is replayed as a CUDA graph: on one GPU only, since FSDP's streams and buffers do not allow it."""
     if compute.graph and (world.device.type != "cuda" or world.is_distributed):
-        raise ValueError("--compute.graph True: a CUDA graph needs one GPU, and no torchrun")
+        raise ValueError("--compute.graph True: a CUDA graph needs a single GPU, without torchrun")
     return world.device.type == "cuda" and not world.is_distributed if compute.graph is None else compute.graph
 
 
 def _compile(model: Thoughtbubbles, *, blocks: bool) -> None:
-    """Region by region: blocks (if wanted) and fork layers of one shape share their code, so many take as long as one.
+    """Regional compilation: blocks (if asked for) and fork layers of the same shape share one compilation.
 
-    Shapes are fixed, since a graph for any length would give up much of the speed.
+    Shapes are static, since a graph with dynamic shapes would lose much of the speed.
     """
-    # Every fork layer may have a shape of its own, in training and in evaluation; none may fall back unnoticed.
+    # Every fork layer may have its own shape, in training and in evaluation; none may silently fall back to eager.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for part in [*(model.blocks if blocks else ()), *model.forks.values()]:
         part.compile(dynamic=False)
@@ -87,17 +87,17 @@ def _compile(model: Thoughtbubbles, *, blocks: bool) -> None:
 
 def _shard(model: Thoughtbubbles, world: World, precision: str) -> None:
     mesh = init_device_mesh(world.device.type, (world.size,))
-    narrow = torch.bfloat16 if precision == "bf16" else None
-    wide = torch.float32 if precision == "bf16" else None
-    in_blocks = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide, cast_forward_inputs=False)
+    param_dtype = torch.bfloat16 if precision == "bf16" else None
+    reduce_dtype = torch.float32 if precision == "bf16" else None
+    in_blocks = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=in_blocks)
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     for group in fsdp_groups(model):
-        # Losses are shares of one global mean, so gradients are summed; with the plain sum that every backend has.
+        # Losses are shares of one global mean, so gradients are summed, with the plain sum that every backend has.
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)
-    # Our outputs are views that nobody writes into.
+    # Our outputs are views that are never modified in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
@@ -106,11 +106,11 @@ def fsdp_groups(model: torch.nn.Module) -> list[FSDPModule]:
 
 
 def sync_gradients(model: torch.nn.Module, on: bool) -> None:
-    """Gradients of all but the last micro-step add up locally before they are reduced."""
+    """Gradients are accumulated locally, and reduced over ranks in the last micro-step only."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor behind a shard. A collective: every rank must ask."""
+    """The full tensor of a shard. A collective: every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,7 @@
-"""The precision of a run's products, and the rounded copies of weights that go with it.
+"""Mixed precision: autocast, and the bfloat16 copies of the weights.
 
-With bf16, products take bfloat16 factors while weights, their gradients and the optimizer's moments stay float32. The
-rounded weights are made once for all micro-steps, when the optimizer has moved on. FSDP makes its own.
+With bf16, matrix products take bfloat16 inputs while weights, their gradients and the optimizer's moments stay float32.
+The weights are rounded once per optimizer step, for all its micro-steps. FSDP makes its own copies.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from thoughtbubbles.model.linear import Linear
 
 
 class MixedPrecision:
-    """`with products():` around every forward; copies are renewed there when the weights have changed."""
+    """Use `with products():` around every forward; it renews the copies if the weights have changed."""
 
     def __init__(self, model: nn.Module, precision: str, *, device: str, is_sharded: bool = False):
         self.precision, self.device = precision, device
@@ -32,7 +32,7 @@ class MixedPrecision:
 
     @contextmanager
     def bf16_copies(self) -> Iterator[None]:
-        """The copies alone: also for a backward that computes blocks again, and that autocast has no business in."""
+        """The copies without autocast: for a backward with activation checkpointing, where autocast must be off."""
         if self.precision != "bf16":
             yield
             return
@@ -42,12 +42,12 @@ class MixedPrecision:
         try:
             yield
         finally:
-            # Outside, nobody would notice that they are old.
+            # Outside this context, nothing would notice that they are stale.
             for linear in self.linears:
                 linear.bf16_copy = None
 
     def forget(self) -> None:
-        """The next forward rounds the weights again, as it does after a step of the optimizer."""
+        """Makes the next forward round the weights again, as after a step of the optimizer."""
         self.made_from = []
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
-"""Where the time of a step goes: a trace to look at, and a table of what the device did in each millisecond.
+"""Where the time of a step goes: a trace, and a table of the time per kind of kernel.
 
-Kernels are known by their names, and sorted into kinds by the table below. Where there is no GPU, operators take the
-place of kernels. All numbers are read from the trace itself, so the table says nothing that the trace does not show.
+Kernels are sorted into kinds by name, with the patterns below. Without a GPU, operators take the place of kernels. All
+numbers are read from the trace itself, so the table and the trace always agree.
 """
 
 import gzip
@@ -18,8 +18,8 @@ import torch
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, schedule
 
-# The first pattern that is found in a name decides. CUDA kernels, Triton kernels (Inductor's are named triton_ and the
-# operators they fuse) and, without a GPU, operators (aten::).
+# The first pattern that matches a name decides. The names are of CUDA kernels, Triton kernels (Inductor's are named
+# triton_ and the operators they fuse) and, without a GPU, operators (aten::).
 KINDS = {
     "communication": r"nccl|c10d|gloo|all_?reduce|all_?gather|reduce_?scatter",
     "optimizer": r"multi_tensor(?!.*copyfunctor)|adam|_foreach_|muon|aten::lerp",
@@ -34,26 +34,26 @@ KINDS = {
     r"aten::(add|sub|mul|div|neg|exp|log|gelu|relu|sum|mean|sigmoid|tanh|pow|sqrt|rsqrt|clamp|masked_fill)",
 }
 OTHER, IDLE = "other", "idle"
-TOP = 15  # kernels that are named one by one
+TOP = 15  # kernels that are listed individually
 
 _PATTERNS = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in KINDS.items()}
 
 
 class ProfileRow(NamedTuple):
     name: str
-    ms: float  # a step
+    ms: float  # per step
     share: float  # of the step
-    launches: float  # a step
+    launches: float  # per step
 
 
 class Profile(NamedTuple):
-    ms: float  # of a step, while being watched: a little more than usual
+    ms: float  # per step, while profiled: slightly more than usual
     kinds: tuple[ProfileRow, ...]  # longest first, idle last; they add up to `ms`
     top: tuple[ProfileRow, ...]  # the longest kernels
 
 
 class Span(NamedTuple):
-    """A kernel (or an operator) in the trace, in microseconds; `own` is the part in which no other one counts."""
+    """A kernel (or an operator) in the trace; `own` is its time in microseconds that is not counted for another one."""
 
     name: str
     own: float
@@ -62,10 +62,10 @@ class Span(NamedTuple):
 def profile_steps(
     step: Callable[[], object], *, steps: int, device: torch.device, trace: Path | None = None
 ) -> Profile:
-    """Watches `steps` calls of `step`, after one that is not counted: the profiler itself has to get going.
+    """Profiles `steps` calls of `step`, after one uncounted call to warm up the profiler.
 
-    The trace is written as Chrome's (and Perfetto's) JSON, compressed if its name ends in .gz. On a GPU, what is idle
-    is the time in which no kernel runs; on a CPU, what is spent outside operators, as in Python.
+    The trace is written as JSON for Chrome and Perfetto, compressed if its name ends in .gz. Idle time is the time in
+    which no kernel runs on a GPU, and the time outside operators (Python) on a CPU.
     """
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -93,10 +93,10 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def summarize(events: list[dict[str, Any]], *, on_gpu: bool, steps: int, milliseconds: float) -> Profile:
-    """The table of a trace whose steps took `milliseconds` together."""
+    """The table of a trace whose steps took `milliseconds` in total."""
     spans = list(_kernels(events) if on_gpu else _operators(events))
     busy = sum(span.own for span in spans) / 1e3
-    milliseconds = max(milliseconds, busy)  # of two clocks
+    milliseconds = max(milliseconds, busy)  # the two come from different clocks
     kinds = _rows(((kind_of(span.name), span.own) for span in spans), steps, milliseconds)
     idle = milliseconds - busy
     return Profile(
@@ -111,7 +111,7 @@ def kind_of(name: str) -> str:
 
 
 def _kernels(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
-    """Where kernels overlap, as communication does with computation, the time is that of the one that began first."""
+    """Where kernels overlap, as communication does with computation, the time counts for the one that started first."""
     on_device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     until = 0.0
     for event in sorted(on_device, key=lambda e: float(e["ts"])):
@@ -121,7 +121,7 @@ def _kernels(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
 
 
 def _operators(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
-    """Operators call others: each counts without what it has called."""
+    """Operators call others: the time of each excludes the operators that it calls."""
     by_thread: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "cpu_op":
@@ -152,12 +152,12 @@ def _rows(spans: Iterable[tuple[str, float]], steps: int, milliseconds: float) -
 
 
 def tables(found: Profile, rates: dict[str, str]) -> list[Table]:
-    """For a terminal: what was reached, what it was spent on, and the longest kernels."""
+    """For a terminal: throughput, time per kind of kernel, and the longest kernels."""
     return [_rates(rates), *(_show(title, rows) for title, rows in _parts(found))]
 
 
 def markdown(found: Profile, rates: dict[str, str]) -> str:
-    """The same for a file."""
+    """The same tables as Markdown."""
     lines = ["# Profile of a training step", "", *_markdown(list(rates), [list(rates.values())])]
     for title, rows in _parts(found):
         cells = [[row.name.replace("|", "\\|"), *_cells(row)] for row in rows]
@@ -169,7 +169,7 @@ HEADINGS = ("ms per step", "share", "launches")
 
 
 def _parts(found: Profile) -> list[tuple[str, tuple[ProfileRow, ...]]]:
-    whole = ProfileRow("whole step, while being watched", found.ms, 1.0, sum(row.launches for row in found.kinds))
+    whole = ProfileRow("whole step, while profiled", found.ms, 1.0, sum(row.launches for row in found.kinds))
     return [("kind", (*found.kinds, whole)), ("longest", tuple(row._replace(name=row.name[:100]) for row in found.top))]
 
 

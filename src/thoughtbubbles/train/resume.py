@@ -1,8 +1,8 @@
-"""How a run goes on: what its folder says of it, from which checkpoint, and whether what is asked for is the same run.
+"""Resuming a run: reads its settings, finds its newest good checkpoint, and checks that it is the same run.
 
-A run may be made longer or shorter as long as no finished step would have had another learning rate: then the result is
-that of a run which had the new number of tokens from the start, bit for bit. The warm-up, a share of the steps, stays
-the number of steps that it was.
+A run can be made longer or shorter if no finished step would have had another learning rate. The result is then
+bit-identical to a run that had the new number of tokens from the start. The warm-up, a fraction of the steps, keeps its
+original number of steps.
 """
 
 from collections.abc import Callable
@@ -23,40 +23,40 @@ WANTED = "give the folder of a run, or a recipe with --resume"
 
 
 def read_run(folder: Path) -> RunConfig:
-    """The run as it was last started or resumed, in the folder where it lies now."""
+    """The run's config as it was last started or resumed, with its current folder."""
     path = folder / RUN
     with named(path, WANTED):
         if not path.is_file():
-            raise ValueError(f"--resume {short_name(folder)}: there is no {RUN} in it; {WANTED}")
+            raise ValueError(f"--resume {short_name(folder)}: contains no {RUN}; {WANTED}")
     record = read_object(path, remedy=WANTED)
     resumed = record.get("resumed", [])
     if not isinstance(resumed, list) or not all(isinstance(entry, dict) for entry in resumed):
-        raise ValueError(f"{path}: resumed is not a list of objects: it is damaged; {WANTED}")
+        raise ValueError(f"{path}: resumed is not a list of objects: the file is damaged; {WANTED}")
     last = (resumed or [record])[-1]
     return replace(from_record(RunConfig, last.get("config"), where=str(path)), out=folder)
 
 
 def find_checkpoint(run: Path, *, resume: bool, say: Callable[[str], None]) -> Path | None:
-    """What to resume from; None starts at step 0."""
+    """The checkpoint to resume from; None starts at step 0."""
     with named(run, "give another --out"):
         known = checkpoints(run)
         if not resume:
             if known:
                 raise ValueError(
-                    f"{run} has checkpoints of a run: pass --resume to go on with it, or choose another --out"
+                    f"{run} already has checkpoints of a run: pass --resume to continue it, or choose another --out"
                 )
             return None
         found = newest_good(run, say)
     if found is None and known:
-        raise ValueError(f"no checkpoint in {run} is whole: begin again with another --out")
+        raise ValueError(f"{run}: every checkpoint is damaged: start again with another --out")
     if found is None:
         say(f"{run} has no checkpoint yet: starting at step 0")
     return found
 
 
 def same_run(folder: Path, config: RunConfig, *, precision: str, fingerprints: list[dict[str, Any]]) -> State:
-    """The state of a checkpoint, if it belongs to this run; its `warmup_steps` are those that the run began with, its
-    `milestones` those of all its lengths."""
+    """The state of a checkpoint, if it belongs to this run; its `warmup_steps` are those that the run started with, its
+    `milestones` those of all lengths that the run has had."""
     state = read_state(folder)
     same_settings(state, folder, config, precision=precision)
     if state.data != fingerprints:
@@ -68,7 +68,7 @@ def same_run(folder: Path, config: RunConfig, *, precision: str, fingerprints: l
 
 
 def same_settings(state: State, folder: Path, config: RunConfig, *, precision: str) -> None:
-    """Refuses a checkpoint of a run with other settings."""
+    """Raises ValueError for a checkpoint of a run with other settings."""
     before = from_record(RunConfig, state.config, where=str(folder / STATE))
     changed = differences({**before.as_dict(), "tokens": config.tokens}, config.as_dict())
     if state.precision != precision:
@@ -79,13 +79,13 @@ def same_settings(state: State, folder: Path, config: RunConfig, *, precision: s
 
 def _another_run(folder: Path, changed: list[str]) -> ValueError:
     return ValueError(
-        f"{folder} belongs to another run: {'; '.join(changed)}. Resume with the settings of before "
-        f"(thoughtbubbles train --resume {folder.parent} reads them), or begin a new run with --init-from"
+        f"{folder} belongs to another run: {'; '.join(changed)}. Resume with the original settings "
+        f"(thoughtbubbles train --resume {folder.parent} reads them), or start a new run with --init-from"
     )
 
 
 def _check_length(folder: Path, before: RunConfig, now: RunConfig, *, done: int, warmup: int) -> None:
-    """Refuses another number of steps where a finished step would have had another learning rate."""
+    """Raises ValueError for another number of steps if a finished step would have had another learning rate."""
     if before.steps == now.steps:
         return
     changed = f"tokens was {before.tokens}, is {now.tokens}"
@@ -100,8 +100,8 @@ def _check_length(folder: Path, before: RunConfig, now: RunConfig, *, done: int,
     if not all(rates):
         raise ValueError(
             f"{folder} belongs to another run: {changed}, and with --optim.schedule {now.optim.schedule} its finished "
-            "steps would have had other learning rates. Another length goes with constant, and with wsd before its "
-            f"decay; here, begin a new run with --init-from {folder.parent}"
+            "steps would have had other learning rates. The length can change with constant, and with wsd before its "
+            f"decay; here, start a new run with --init-from {folder.parent}"
         )
 
 
@@ -110,13 +110,13 @@ def _in_words(data: list[dict[str, Any]]) -> str:
 
 
 def describe(run: Path, config: RunConfig, *, done: int, warmup: int) -> None:
-    """Writes run.json before step 0; a resumed run adds what it was resumed with."""
+    """Writes run.json before step 0; a resumed run appends its settings."""
     path = run / RUN
     now = {"config": config.as_dict(), **provenance(), "warmup_steps": warmup}
     if done and path.exists():
-        before = read_object(path, remedy="remove it, and --resume again")
+        before = read_object(path, remedy="delete it, and --resume again")
         earlier = before.get("resumed", [])
         if not isinstance(earlier, list):
-            raise ValueError(f"{path}: resumed is not a list: remove it, and --resume again")
+            raise ValueError(f"{path}: resumed is not a list: delete it, and --resume again")
         now = {**before, "resumed": [*earlier, {"step": done, **now}]}
     write_json(path, now)

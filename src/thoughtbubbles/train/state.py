@@ -1,13 +1,13 @@
-"""Checkpoints of a run: the model folder that any user opens, and beside it what training needs to go on.
+"""Checkpoints of a run: the model folder, and next to it what training needs to resume.
 
     RUN/step-00001000/
       model/          config.json, model.safetensors, the tokenizer           (see checkpoint.py)
       optimizer/      the optimizer's tensors, one safetensors file per rank    (torch's distributed checkpoint)
-      state.json      the step, which is also the position in the data and the state of all random numbers
+      state.json      the step, which also defines the position in the data and all random numbers
       manifest.json   size and checksum of every file
 
-A checkpoint is copied to host memory while training waits, written in the background, and renamed when it is whole; a
-disk that is full costs that checkpoint and nothing else. It can be loaded by any number of ranks.
+A checkpoint is copied to host memory while training waits, written in the background, and renamed when it is complete.
+If the disk is full, only that checkpoint is lost. It can be loaded by any number of ranks.
 """
 
 import shutil
@@ -50,13 +50,13 @@ PARTS = ("model", "optimizer")
 
 
 class SaveError(Exception):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; earlier ones are unchanged."""
 
 
 class Staged(NamedTuple):
-    """A copy of everything that a checkpoint holds, in host memory."""
+    """A copy of everything in a checkpoint, in host memory."""
 
-    weights: dict[str, Tensor]  # whole, on the first rank only
+    weights: dict[str, Tensor]  # full tensors, on the first rank only
     optimizer: dict[str, Tensor]  # this rank's shards
     facts: dict[str, Any]
 
@@ -67,18 +67,18 @@ class Checkpoints:
         self._pending: Background | None = None
 
     def save(self, model: Thoughtbubbles, optimizer: Optimizer, facts: dict[str, Any]) -> None:
-        """Begins to write the checkpoint of `facts["step"]`, when the one before it is done with."""
+        """Starts to write the checkpoint of `facts["step"]`; the one before it must be finished."""
         assert self._pending is None, "finish() comes before the next save()"
         staged = _stage(model, optimizer, facts, self.world)
         self._pending = Background(lambda: self._write(model, staged))
 
     @property
     def is_written(self) -> bool:
-        """Whether what was begun is done with, well or not."""
+        """Whether a started save has ended, successfully or not."""
         return self._pending is not None and not self._pending.thread.is_alive()
 
     def finish(self) -> None:
-        """Waits until what was begun is written; raises SaveError if it could not be."""
+        """Waits for a started save; raises SaveError if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.finish()
@@ -106,11 +106,11 @@ class Checkpoints:
         self._together(folder, end if self.world.is_first else _nothing, give_up)
 
     def _together(self, folder: Path, work: Callable[[], None], give_up: Callable[[], None]) -> None:
-        """All ranks do their part, or all of them give up."""
+        """All ranks succeed, or all of them give up."""
         trouble: str | None = None
         try:
             work()
-        except (Exception, CheckpointException) as error:  # whatever it was: training must not end because of it
+        except (Exception, CheckpointException) as error:  # a failed save must not end the training
             trouble = _reason(error)
         trouble = self.world.first_error(trouble)
         if trouble is not None:
@@ -119,10 +119,10 @@ class Checkpoints:
             raise SaveError(f"{folder} could not be written: {trouble}")
 
     def _prune(self, step: int) -> None:
-        """Keeps the newest up to this step, which has just been written. One that cannot be removed stays."""
+        """Keeps the newest ones up to this step, which has just been written. One that cannot be removed stays."""
         known = [folder for folder in checkpoints(self.run) if step_of(folder) <= step]
         for folder in [folder for folder in known if step_of(folder) not in self.milestones][: -self.keep]:
-            # Renamed first, so that a kill in the middle leaves no half of it under its name.
+            # Renamed first, so that a kill in the middle does not leave half a checkpoint under its name.
             gone = folder.with_name(f".{folder.name}.old")
             with suppress(OSError):
                 folder.rename(gone)
@@ -130,7 +130,7 @@ class Checkpoints:
 
 
 class Background:
-    """Work in a thread that does not keep the process alive: a second Ctrl-C, or a rank that fails, ends at once."""
+    """Work in a daemon thread: a second Ctrl-C, or a rank that fails, ends the process immediately."""
 
     def __init__(self, work: Callable[[], None]):
         self.trouble: BaseException | None = None
@@ -144,7 +144,7 @@ class Background:
             self.trouble = error
 
     def finish(self) -> None:
-        """Waits for the end of it, and raises what it raised."""
+        """Waits for the thread, and raises the exception that it raised."""
         self.thread.join()
         if self.trouble is not None:
             raise self.trouble
@@ -152,7 +152,7 @@ class Background:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What state.json holds: all that a run needs to go on, besides tensors."""
+    """The content of state.json: everything a run needs to resume, except tensors."""
 
     step: int
     updates: int
@@ -160,25 +160,25 @@ class State:
     precision: str
     data: list[dict[str, Any]]  # of each source: name, share, and the checksum of its index
     config: dict[str, Any]
-    warmup_steps: int | None = None  # None in checkpoints from before runs could be extended: as the config says
-    ranks: int | None = None  # each has written a file of the optimizer's tensors; None: not noted
-    milestones: list[int] | None = None  # steps whose checkpoints are kept for good, whatever length the run has later
+    warmup_steps: int | None = None  # None in old checkpoints, from before runs could be extended: use the config's
+    ranks: int | None = None  # each has written one file of the optimizer's tensors; None in old checkpoints
+    milestones: list[int] | None = None  # steps whose checkpoints are never deleted, even if the run's length changes
 
 
 def newest_good(run: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that is undamaged; those that are damaged are named."""
+    """The newest undamaged checkpoint; damaged ones are reported."""
     for folder in reversed(checkpoints(run)):
         wrong = checkpoint_damage(folder)
         if wrong is None:
             return folder
-        say(f"{folder} is damaged and is passed over: {wrong}")
+        say(f"{folder} is damaged and is skipped: {wrong}")
     return None
 
 
 def checkpoint_damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, in words; None if nothing is.
+    """What is wrong with a checkpoint, in words; None if it is undamaged.
 
-    Torch's reader takes every safetensors file that lies in a folder, so each of them must be in the manifest.
+    Torch's reader loads every safetensors file in a folder, so each of them must be in the manifest.
     """
     read = {path.relative_to(folder).as_posix() for part in PARTS for path in (folder / part).glob("*.safetensors")}
     wrong = damage(folder, required=(STATE, "model/config.json", "model/model.safetensors", *sorted(read)))
@@ -190,12 +190,12 @@ def checkpoint_damage(folder: Path) -> str | None:
         return str(error)
     files = [name for name in read_object(folder / MANIFEST) if name.startswith("optimizer/")]
     if len(files) != (state.ranks or len(files)) or not files:
-        return f"{MANIFEST} lists {len(files)} files of the optimizer, not {state.ranks or 'one or more'}"
+        return f"{MANIFEST} lists {len(files)} optimizer files, expected {state.ranks or 'one or more'}"
     return None
 
 
 def set_aside(run: Path, step: int) -> None:
-    """Checkpoints after the one that is resumed are damaged: kept for who wants to look, but not as checkpoints."""
+    """Renames the checkpoints after the one that is resumed: they are damaged, and kept for inspection only."""
     for folder in checkpoints(run):
         if step_of(folder) > step:
             aside = folder.with_name(f"damaged-{folder.name}")
@@ -205,7 +205,7 @@ def set_aside(run: Path, step: int) -> None:
 
 def read_state(folder: Path) -> State:
     path = folder / STATE
-    found = read_object(path, remedy="take an earlier checkpoint")
+    found = read_object(path, remedy="use an earlier checkpoint")
     known: dict[str, Any] = {name: found.get(name) for name in State.__dataclass_fields__}
     wrong = [name for name in ("step", "updates", "skipped_in_a_row") if not _is_count(known[name])]
     wrong += [name for name in ("warmup_steps", "ranks") if known[name] is not None and not _is_count(known[name])]
@@ -218,7 +218,7 @@ def read_state(folder: Path) -> State:
     if not wrong and known["step"] != step_of(folder):
         wrong.append("step")
     if wrong:
-        raise ValueError(f"{path} is damaged ({wrong[0]} is missing or wrong): take an earlier checkpoint")
+        raise ValueError(f"{path} is damaged ({wrong[0]} is missing or wrong): use an earlier checkpoint")
     return State(**known)
 
 
@@ -236,13 +236,13 @@ def _is_source(source: object) -> bool:
 
 
 def restore(folder: Path, model: Thoughtbubbles, optimizer: Optimizer, world: World) -> None:
-    """Weights and optimizer, into shards for this number of ranks."""
+    """Loads weights and optimizer state, resharded for this number of ranks."""
     tensors = {name: torch.empty_like(tensor) for name, tensor in optimizer.tensors().items()}
     try:
         _load_tensors(folder / "model", model.state_dict(), world)
         _load_tensors(folder / "optimizer", tensors, world)
-    except (Exception, CheckpointException) as error:  # whatever torch's reader stumbles over
-        raise ValueError(f"{folder} cannot be restored ({_reason(error)}): remove it, and --resume again") from None
+    except (Exception, CheckpointException) as error:  # torch's reader can raise anything
+        raise ValueError(f"{folder} cannot be restored ({_reason(error)}): delete it, and --resume again") from None
     optimizer.restore(tensors, read_state(folder).updates)
 
 
@@ -273,7 +273,7 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _be_quiet() -> None:
-    """One process is no mistake of ours: distributed checkpoint warns about it each time."""
+    """Hides the warning of distributed checkpoint about a single process, which is intended here."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -294,7 +294,7 @@ def _load_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> Non
 
 
 def _reason(error: BaseException) -> str:
-    """In one line; distributed checkpoint wraps what happened on each rank."""
+    """The error in one line; distributed checkpoint wraps the errors of all ranks."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     text = short_name(" ".join(str(error).split()) or type(error).__name__)
@@ -306,6 +306,6 @@ def _nothing() -> None:
 
 
 def clean(run: Path) -> None:
-    """Removes what a killed run has left half-written or half-removed."""
+    """Removes checkpoints that a killed run left half-written or half-deleted."""
     for leftover in [*run.glob(".step-*.partial"), *run.glob(".step-*.old")]:
         shutil.rmtree(leftover, ignore_errors=True)

@@ -1,12 +1,12 @@
-"""Forward and backward of a micro-batch, on one GPU as a CUDA graph.
+"""Forward and backward of a micro-batch; on a single GPU as a CUDA graph.
 
-The two passes of a 36-layer model are some two thousand kernels. Between any two that are launched one by one the GPU
-rests for microseconds, which adds up to several per cent of the time; a graph holds all of them ready and is launched
-as one. It replays fixed addresses: inputs are copied to where the graph reads them, and gradients, loss and fork
-records stand where it leaves them, until the next replay.
+The two passes of a 36-layer model are about two thousand kernels. Launched one by one, the GPU idles for microseconds
+between them, which adds up to several percent of the time; a CUDA graph launches all of them at once. It replays fixed
+addresses: inputs are copied to where the graph reads them, and gradients, loss and fork records stay where it writes
+them until the next replay.
 
-The first micro-batch of a step makes the gradients and the others add to them, so there are two graphs. Each is made
-when the passes have run once without it, by which all kernels have been compiled.
+The first micro-batch of a step writes the gradients and the others add to them, so there are two graphs. Each is
+captured after the passes have run once without it, so that all kernels are compiled by then.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from thoughtbubbles.train.precision import MixedPrecision
 
 
 class MicroBatch(NamedTuple):
-    """A micro-batch on its device, and what its mean loss counts in that of the whole step."""
+    """A micro-batch on its device, and the weight (`share`) of its mean loss in the loss of the step."""
 
     ids: Tensor
     targets: Tensor
@@ -30,14 +30,14 @@ class MicroBatch(NamedTuple):
 
 
 class MicroResult(NamedTuple):
-    loss: Tensor  # its share of the step's
+    loss: Tensor  # its share of the step's loss
     forks: tuple[ForkRecord, ...] | None
 
 
 class AsyncScalars:
-    """Numbers on their way from the device, to be read when they are needed.
+    """Numbers copied from the device asynchronously, to be read later.
 
-    They travel right after the work that makes them; reading waits for that, and not for what was queued since.
+    The copy is queued right after the work that produces them; `read` waits for that, not for work queued since.
     """
 
     def __init__(self, numbers: Tensor):
@@ -65,13 +65,13 @@ class ForwardBackward:
     def __init__(
         self, model: Thoughtbubbles, products: MixedPrecision, *, graph: bool, join: Callable[[], None] = lambda: None
     ):
-        """`join` waits for whatever else uses the GPU while a run starts; while a graph is made, nobody may."""
+        """`join` waits for other users of the GPU at the start of a run; nothing else may use it during a capture."""
         self.model, self.products, self.graph, self._join = model, products, graph, join
         self._replays: dict[bool, _Replay] = {}
         self._has_run: set[bool] = set()
 
     def __call__(self, micro: MicroBatch, *, is_first: bool, trace: bool = False) -> MicroResult:
-        """Leaves the gradients of `share` · loss in the parameters: alone if it is the first, else added."""
+        """Writes the gradients of `share` · loss to the parameters; adds to them unless `is_first`."""
         if self.graph and self._can_replay(is_first):
             return self._replayed(micro, is_first=is_first)
         passed = self._run(micro, is_first=is_first, trace=trace)
@@ -81,11 +81,11 @@ class ForwardBackward:
         return passed
 
     def _can_replay(self, is_first: bool) -> bool:
-        """What adds to gradients must add to those that the first graph makes, wherever it has put them."""
+        """The second graph must add to the gradients that the first one writes, so the first is captured before it."""
         return is_first in self._has_run and (is_first or True in self._replays)
 
     def release(self) -> None:
-        """After the optimizer's step: gradients are not needed any more. Those of a graph keep their place."""
+        """Frees the gradients after the optimizer's step. Those of a graph stay at their addresses."""
         if not self._replays:
             self.model.zero_grad(set_to_none=True)
 

@@ -1,4 +1,4 @@
-"""What a run looks at between steps: the validation loss of each source, and samples of what the model writes."""
+"""Evaluation during a run: the validation loss of each source, and generated samples."""
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +22,7 @@ from thoughtbubbles.train.precision import MixedPrecision
 def validation_losses(
     model: Thoughtbubbles, data: RunData, *, world: World, products: MixedPrecision
 ) -> dict[str, float]:
-    """Of each source, and of the mixture where every source of it has a validation split; empty where there is none."""
+    """Per source, and for the mixture if all its sources have a validation split; empty without validation data."""
     if not data.validation:
         return {}
     sums = validation_sums(
@@ -49,7 +49,7 @@ def validation_sums(
     device: torch.device,
     precision: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Float[Tensor, "sources 2"]:
-    """Of each source: the sum of the losses and the number of targets, to be added up over ranks."""
+    """Per source: the sum of the losses and the number of targets, to be summed over ranks."""
     sums = torch.zeros(n_sources, 2, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
     for batch in batches:
         ids, targets, lengths = to_device(batch, device)
@@ -63,7 +63,7 @@ def validation_sums(
 def samples(
     model: Thoughtbubbles, data: RunData, config: RunConfig, *, products: MixedPrecision, step: int
 ) -> Iterator[tuple[str, str]]:
-    """Each prompt, and the text that begins with it."""
+    """Each prompt, and its text with the generated continuation."""
     settings, tokenizer, limit = config.eval, data.tokenizer, config.model.block_size
     if settings.sample_tokens == 0 or tokenizer.size > config.model.vocab_size or limit < 2:
         return
@@ -76,7 +76,7 @@ def samples(
             sampling=Sampling(temperature=settings.temperature, seed=mix(config.seed, step, index)),
             end_ids=(),
         )
-        # Every length is a new shape: not worth compiling for. Without a cache, since a sharded model runs as a whole.
+        # Every length is a new shape, not worth compiling. Without a cache: a sharded model only runs full forwards.
         with products(), torch.compiler.set_stance("force_eager"):
             (written,) = generate(model, [request], tokenizer=tokenizer, method="uncached")
         yield tokenizer.decode(ids), tokenizer.decode([*ids, *written.ids])

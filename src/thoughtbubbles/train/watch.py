@@ -1,7 +1,7 @@
-"""`--profile`: a few steps of a run are timed, a few more are watched, and the run goes on.
+"""`--profile`: times a few steps of a run, profiles a few more, and the run continues.
 
-RUN/profile/trace.json.gz   for chrome://tracing or ui.perfetto.dev: one step after another, host and device
-RUN/profile/table.md        the rate, what each millisecond of a step went to, and the longest kernels
+RUN/profile/trace.json.gz   for chrome://tracing or ui.perfetto.dev: the profiled steps on host and device
+RUN/profile/table.md        throughput, time per kind of kernel, and the longest kernels
 """
 
 import time
@@ -15,9 +15,9 @@ from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.log import Log
 from thoughtbubbles.train.profile import markdown, profile_steps, tables
 
-WARM_UP = 5  # steps: compilation, and memory that is asked for once
-STEPS = 5  # timed as they are, and as many watched: being watched costs time
-ALL = 2 * STEPS + 1  # the profiler takes one step to get going
+WARM_UP = 5  # steps for compilation and the first memory allocations
+STEPS = 5  # timed without the profiler, then as many with it, since profiling costs time
+ALL = 2 * STEPS + 1  # the profiler needs one more step to warm up
 
 
 class Watch:
@@ -26,14 +26,14 @@ class Watch:
         self.is_wanted = config.profile
 
     def is_due(self, done: int) -> bool:
-        """Once, after a warm-up, and where neither a save nor an evaluation falls among the steps."""
+        """Once, after the warm-up, and only if no save or evaluation is due during the steps."""
         if not self.is_wanted or done < self.begin + WARM_UP:
             return False
-        steps = range(done + 1, done + ALL + 1)  # the last one of a run saves, so that they end before it
+        steps = range(done + 1, done + ALL + 1)  # ends before the last step of the run, which saves
         return not any(self.config.saves_after(step) or self.config.evaluates_after(step) for step in steps)
 
     def look(self, step: Callable[[], None], *, is_over: Callable[[], bool]) -> None:
-        """Takes ALL steps of the run, unless it is over before; all ranks do, and the first one looks."""
+        """Takes ALL steps of the run, or fewer if it stops; all ranks take them, the first one profiles."""
 
         def go_on() -> None:
             if not is_over():
@@ -70,7 +70,7 @@ class Watch:
         rates = {
             "ms per step": f"{seconds * 1e3:.2f}",
             "tokens/s": f"{config.tokens_per_step / seconds:,.0f}",
-            "TFLOP/s a device": f"{flops / seconds / 1e12:,.3g}",
+            "TFLOP/s per device": f"{flops / seconds / 1e12:,.3g}",
         }
         if self.world.device.type == "cuda":
             rates["peak memory"] = f"{torch.cuda.max_memory_allocated(self.world.device) / 2**30:.1f} GiB"
@@ -79,6 +79,6 @@ class Watch:
     def close(self) -> None:
         if self.is_wanted:
             self.log.say(
-                f"--profile found no {ALL} steps after the first {WARM_UP} without a save or an evaluation among them: "
+                f"--profile needs {ALL} steps after the first {WARM_UP} without a save or an evaluation among them: "
                 "raise --save.every and --eval.every, or --tokens"
             )

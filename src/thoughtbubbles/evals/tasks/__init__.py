@@ -1,4 +1,4 @@
-"""The benchmarks, by name. One file each; data/records.py has the formats that training and benchmarks share."""
+"""The benchmarks by name, one file per benchmark; data/records.py has the prompts shared with training."""
 
 from thoughtbubbles.evals.tasks.arc import ARC_CHALLENGE, ARC_EASY
 from thoughtbubbles.evals.tasks.blimp import BLIMP

@@ -1,4 +1,4 @@
-"""ARC, easy and challenge: questions of science benchmarks at school, with three to five answers.
+"""ARC, easy and challenge: grade-school science questions with three to five answers.
 
 context   "Question: {question}⏎Answer:"            continuation   a space and an answer
 """

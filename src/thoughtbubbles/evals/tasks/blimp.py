@@ -2,7 +2,7 @@
 
     context   none, that is one end-of-text token       continuation   a space and the sentence
 
-The space is there because lm-evaluation-harness puts it there.
+The space is added as in lm-evaluation-harness.
 """
 
 from collections.abc import Mapping

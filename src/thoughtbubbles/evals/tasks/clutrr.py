@@ -1,10 +1,10 @@
-"""CLUTRR: how are two people of a short story related? Answered by the lowest mean loss over the relation names.
+"""CLUTRR: how are two people in a short story related? The answer is the relation with the lowest mean loss.
 
     context   "{story} {second} is {first}'s"           continuation   " {relation}"
 
-Stories write names in brackets, which are taken off. The test parts of all the sets at hand count. Results are told
-apart by the number of hops, the relations that have to be put together, and by what else is in the story: nothing,
-supporting facts, facts that lead nowhere, or facts about strangers.
+The brackets around names in the stories are removed. The test splits of all available sets are used. Results are
+grouped by the number of hops (relations to combine) and by the noise in the story: none, supporting facts, irrelevant
+facts, or disconnected facts.
 """
 
 import re
@@ -18,7 +18,7 @@ RELATIONS = (
     *("grandmother", "grandson", "mother", "mother-in-law", "nephew", "niece", "sister", "son", "son-in-law", "uncle"),
 )
 QUOTED = r"""(?:'([^'\\]*)'|"([^"\\]*)")"""
-PAIR = re.compile(rf"\s*\(\s*{QUOTED}\s*,\s*{QUOTED}\s*\)\s*")  # a tuple as Python writes it; nothing is evaluated
+PAIR = re.compile(rf"\s*\(\s*{QUOTED}\s*,\s*{QUOTED}\s*\)\s*")  # the repr of a tuple, parsed without eval
 NOISE = {"1": "none", "2": "supporting", "3": "irrelevant", "4": "disconnected"}
 
 
@@ -31,7 +31,7 @@ def document(record: Mapping[str, Any]) -> Choices | None:
     relation = text_of(record, "target")
     if relation not in RELATIONS or kind not in NOISE or not (hops.isdecimal() and len(hops) < 4):
         raise ValueError(
-            f"target is {shown(relation)} and task_name {shown(record['task_name'])}: they are none of CLUTRR's"
+            f"target is {shown(relation)} and task_name {shown(record['task_name'])}: not a relation and task of CLUTRR"
         )
     groups = {"hops": hops, "noise": NOISE[kind]}
     return Choices(f"{story} {second} is {first}'s", spaced(RELATIONS), RELATIONS.index(relation), groups)
@@ -40,7 +40,7 @@ def document(record: Mapping[str, Any]) -> Choices | None:
 def _names(query: str) -> tuple[str, str]:
     found = PAIR.fullmatch(query)
     if found is None:
-        raise ValueError(f"query is {shown(query)}: it must be a pair of names, as ('Ann', 'Bob')")
+        raise ValueError(f"query is {shown(query)}: it must be a pair of names, such as ('Ann', 'Bob')")
     first, second = (name for name in found.groups() if name is not None)
     return first, second
 
@@ -50,7 +50,7 @@ CLUTRR = Task(
     version=1,
     title="CLUTRR",
     file="clutrr.data_*",
-    home="https://github.com/facebookresearch/clutrr (a file for each set, all its CSV files in it)",
+    home="https://github.com/facebookresearch/clutrr (one file per set, with all its CSV files)",
     fields="story, query, target, task_name, split",
     document=document,
 )

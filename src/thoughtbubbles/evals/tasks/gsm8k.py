@@ -1,9 +1,9 @@
-"""GSM8K: school mathematics, answered freely (zero-shot chain of thought, greedy).
+"""GSM8K: grade-school math, with generated answers (zero-shot chain of thought, greedy).
 
     prompt    "{question}⏎", the form in which training sees such questions (data/records.py)
 
-Right is an answer whose last number is that after "####" in the set's own answer. Numbers are compared as numbers:
-"1,000", "$1000" and "1000.0" are one.
+An answer is correct if its last number equals the one after "####" in the dataset's answer. Numbers are compared by
+value: "1,000", "$1000" and "1000.0" are equal.
 """
 
 import re

@@ -2,8 +2,8 @@
 
     context   "{activity_label}: {ctx_a} {Ctx_b}"       continuation   a space and an ending
 
-Ctx_b begins with a capital and goes on in small letters; both texts are cleaned of the marks that the WikiHow part has
-("[header]", "[title]", "[step]"), in the order in which lm-evaluation-harness does it.
+Ctx_b is capitalized (first letter upper case, the rest lower case). The markers of the WikiHow part ("[header]",
+"[title]", "[step]") are removed from context and endings, in the same order as in lm-evaluation-harness.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ def cleaned(text: str) -> str:
 
 
 def _without_marks(line: str) -> str:
-    """Without what stands in brackets, each up to the next one that closes. (For "[[[[…", a pattern takes n² steps.)"""
+    """Removes bracketed text, each up to the next closing bracket. (On "[[[[…" a regular expression takes n² steps.)"""
     kept, begin = [], 0
     while (opened := line.find("[", begin)) >= 0 and (closed := line.find("]", opened)) >= 0:
         kept.append(line[begin:opened])

@@ -1,9 +1,9 @@
-"""LAMBADA, OpenAI's version: guess the last word of a passage that needs the whole of it.
+"""LAMBADA, OpenAI's version: predict the last word of a passage, which needs the whole passage.
 
     context   the passage up to its last space          continuation   a space and the last word
 
-A passage counts as solved if every token of the word is the likeliest one. `nats` is the loss of the word; perplexity,
-as lm-evaluation-harness has it, is the exponential of its mean over passages.
+A passage is solved if every token of the word is the most likely one. `nats` is the loss of the word; perplexity, as in
+lm-evaluation-harness, is the exponential of its mean over passages.
 """
 
 from collections.abc import Mapping

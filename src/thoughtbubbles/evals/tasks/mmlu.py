@@ -1,10 +1,10 @@
-"""MMLU, 57 subjects, zero-shot; the answer of the lowest loss is taken. Two forms:
+"""MMLU, 57 subjects, zero-shot; picks the answer with the lowest loss. Two forms:
 
 mmlu, the form in which training sees such questions (data/records.py), as in the paper's mid-training:
 
     context   "{question}⏎A. …⏎B. …⏎C. …⏎D. …⏎Answer:"  continuation   " {letter}. {answer}"
 
-mmlu_continuation, lm-evaluation-harness's task of that name, in which a model does not see the other answers:
+mmlu_continuation, lm-evaluation-harness's task of that name, in which the model does not see the other answers:
 
     context   "The following are questions (with answers) about {subject}.⏎⏎Question: {question}⏎Answer:"
     continuation   a space and an answer

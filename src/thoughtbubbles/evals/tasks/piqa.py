@@ -1,6 +1,6 @@
-"""PIQA: which of two ways to reach an everyday goal works?
+"""PIQA: which of two solutions reaches an everyday goal?
 
-context   "Question: {goal}⏎Answer:"                continuation   a space and a way
+context   "Question: {goal}⏎Answer:"                continuation   a space and a solution
 """
 
 from collections.abc import Mapping
