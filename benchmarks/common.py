@@ -66,8 +66,7 @@ def _resident(field: str) -> int:
 
 def _without_places(arguments: list[str]) -> list[str]:
     """Without output and data folders, which do not affect the results."""
-    at = arguments.index("--out") if "--out" in arguments else len(arguments)
-    kept = arguments[:at] + arguments[at + 2 :]
+    kept = [word for before, word in pairwise(["", *arguments]) if not {before, word} & {"--out", "--runs"}]
     return ["DIR" if before in ("--data", "--data-dir") else word for before, word in pairwise(["", *kept])]
 
 

@@ -254,7 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32], help="batch sizes on the GPU")
-    parser.add_argument("--out", type=Path, help="folder for the results; benchmarks/results by default")
+    parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
     arguments = parser.parse_args()
     numbers = on_gpu(arguments.rows) if arguments.device == "cuda" else on_cpu()
     path = write_results("decode", arguments.device, numbers, to=arguments.out)

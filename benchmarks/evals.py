@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["150m", "150m-plain", "150m-paper"])
     parser.add_argument("--limit", type=int, help="maximum number of documents per benchmark")
     parser.add_argument("--answers-at-once", type=int, default=256)
-    parser.add_argument("--out", type=Path, help="folder for the results; benchmarks/results by default")
+    parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
     arguments = parser.parse_args()
     numbers: dict[str, Any] = {"dtype": "bfloat16", "answers_at_once": arguments.answers_at_once, "models": {}}
     for name in arguments.models:

@@ -36,7 +36,7 @@ if __name__ == "__main__":
     begin, begin_cpu = time.perf_counter(), time.process_time()
     prepare((sys.argv[1],), out=Path(sys.argv[2]), processes=int(sys.argv[3]), val_fraction=0.0)
     seconds = time.perf_counter() - begin
-    status = Path("/proc/self/status").read_text()  # a peak of its own, where ru_maxrss has the parent's in it
+    status = Path("/proc/self/status").read_text()  # ru_maxrss would include the parent's peak
     main = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
     workers = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = {"main_cpu": time.process_time() - begin_cpu, "worker_cpu": workers.ru_utime + workers.ru_stime}

@@ -183,6 +183,44 @@ def effect_table() -> str:
     return "\n".join([*lines, "", *(f"- {record['machine']}: {source(record)}" for record in found)])
 
 
+PAPER = [  # what, plain GPT and r = 2: the paper's tables on scaling, scale-up and wall-clock time
+    ("perplexity, 150M parameters, 2.5B tokens of OpenWebText", "24.51", "23.78"),
+    ("perplexity, 772M parameters, 2.5B tokens of OpenWebText", "21.22", "20.19"),
+    ("perplexity, 1.9B parameters, 40B tokens", "15.03", "12.09"),
+    ("forward + backward, 1.9B, 8 × 512 tokens, H100", "234 ms", "327 ms"),
+]
+
+
+def readme_table() -> str:
+    """Ours and the paper's side by side, with the control that the paper has not run."""
+    (effect,) = records("effect")
+    runs = {run["variant"]: run for run in effect["runs"]}
+    (speed,) = (record for record in records("train_step") if record["machine"] == effect["machine"])
+    passes = {case["name"]: case["forward_backward"]["milliseconds"] for case in speed["cases"] if "step" in case}
+    gpu = effect["machine"].removeprefix("NVIDIA ")
+    tokens = f"{runs['plain']['steps'] * 64 * 512 / 1e6:.0f}M"
+
+    def row(what: str, number: str, form: str) -> str:
+        return (
+            f"| ours | {what} | " + " | ".join(form.format(runs[v][number]) for v in ("plain", "gate", "causal")) + " |"
+        )
+
+    return "\n".join(
+        [
+            "| | | plain GPT | scores, no forks (r = 1) | bubbles (r = 2) |",
+            "| --- | --- | --- | --- | --- |",
+            row(f"validation loss, 64M parameters, {tokens} tokens", "validation_loss", "{:.3f}"),
+            row(f"training tokens/s in these runs, {gpu}", "tokens_per_second", "{:,.0f}"),
+            f"| ours | forward + backward, 1.9b, 8 × 512 tokens, {gpu} | {passes['1.9b-plain']:.0f} ms | – | "
+            f"{passes['1.9b-r2-causal-residual']:.0f} ms |",
+            *(f"| paper | {what} | {plain} | – | {bubbles} |" for what, plain, bubbles in PAPER),
+            "",
+            f"Validation loss: {source(effect)}; the same real text (encyclopedia, books, articles), twice; one seed "
+            f"each. Forward + backward: [speed](docs/guides/speed.md#numbers), at {speed['commit']}.",
+        ]
+    )
+
+
 def decode_table() -> str:
     cpu = [record for record in records("decode") if "models" in record]
     gpu = [record for record in records("decode") if "rows" in record]
@@ -334,6 +372,7 @@ def parts(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 TABLES = {
+    DOCS.parent / "README.md": {"results": readme_table},
     DOCS / "index.md": {"loss": loss_table, "selection": selection_table, "memory": memory_table},
     DOCS / "guides" / "data.md": {"prepare": prepare_table, "loader": loader_table},
     DOCS / "guides" / "evaluation.md": {"evals": evals_table},

@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--data", type=Path, help="a prepared folder (default: random tokens)")
     parser.add_argument("--residual", choices=["float32", "bf16"], default="float32")
-    parser.add_argument("--out", type=Path, help="folder for the results; benchmarks/results by default")
+    parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("this benchmark times a GPU, but none is available; use --device cpu to run without")

@@ -134,7 +134,7 @@ def test_inspect_shows_the_bytes_of_the_kv_cache(show):
         (["train", "tiny", "--tokens", "1.5"], "'1.5': give a whole number"),
         (["train", "tiny", "--tokens", "nan"], "'nan': give a whole number"),
         (["train", "tiny", "--tokens", "1e16"], "'1e16': give a whole number"),
-        (["train", "tiny", "--eval.tokens", "1e-3"], "'1e-3' is not one"),
+        (["train", "tiny", "--eval.tokens", "1e-3"], "'1e-3': give a whole number"),
         (["train", "tiny", "--tokens-per-step", "1e12"], "--tokens-per-step 1000000000000"),
         (["prepare", "nowhere.txt", "--out", "/tmp/never"], "nowhere.txt"),
         (["prepare", "--out", "/tmp/never"], "source"),
@@ -182,7 +182,7 @@ def test_the_list_of_recipes(show):
     for expected in (
         "small-gpt2",
         "7,630,080",
-        "scaling suite, on OpenWebText",
+        "scaling suite",
         "150m-r2",
         "--model.selection block",
         "--data.mixture data/pes2o",
@@ -222,3 +222,22 @@ def test_help_shows_every_field_of_a_run(show):
 
 def testspans():
     assert spans([1, 1, 2, 3, 3]) == [("0–1", 1), ("2", 2), ("3–4", 3)]
+
+
+def test_a_cpu_without_bfloat16_is_named_in_one_line():
+    """In a fresh process, since torch warns once: on such a CPU one line of ours, on another nothing; no backtrace."""
+    code = """
+import torch, warnings
+from thoughtbubbles.cli import SLOW_BFLOAT16, short_warnings
+with short_warnings():
+    x = torch.ones(256, 256, dtype=torch.bfloat16)
+    x @ x
+    for _ in range(2):
+        warnings.warn("mkldnn_matmul failed, switching to BLAS gemm: Exception raised from")
+    warnings.warn("something else")
+print(SLOW_BFLOAT16)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Exception raised" not in done.stderr
+    assert done.stderr.count(done.stdout.strip()) >= 1
+    assert "UserWarning: something else" in done.stderr

@@ -143,12 +143,9 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
-def test_the_figure_is_what_its_script_draws():
-    subprocess.run([sys.executable, ROOT / "docs" / "figures" / "method.py", "--check"], check=True)
-
-
-def test_the_figures_of_speed_are_drawn_from_what_was_measured():
-    subprocess.run([sys.executable, ROOT / "docs" / "figures" / "train_step.py", "--check"], check=True)
+@pytest.mark.parametrize("script", ["method.py", "bubbles.py", "train_step.py"])
+def test_a_figure_is_what_its_script_draws(script):
+    subprocess.run([sys.executable, ROOT / "docs" / "figures" / script, "--check"], check=True)
 
 
 def test_the_figure_follows_our_rules():

@@ -21,7 +21,7 @@ In 1859 Charles Darwin published On the Origin of Species, in which he argued th
 generations through natural selection."""
 
 TRAINED_BY = (
-    "python benchmarks/effect.py --data DIR --steps 2880 --variants plain gate causal --runs RUNS"  # RUNS/causal-0
+    "python benchmarks/effect.py --data DIR --steps 2880 --variants causal plain gate --runs RUNS"  # RUNS/causal-0
 )
 
 WIDTH, LEFT, TOP = 900, 30, 62
@@ -103,11 +103,13 @@ def draw(found: dict[str, Any]) -> str:
                 parts.append(f'<circle cx="{middle:.1f}" cy="{y - 22 - PITCH * place:.1f}" r="{DOT}" fill="{fill}"/>')
             x += len(token) * LETTER
     height = y + 24
+    size = f'width="{WIDTH}" height="{height:.0f}"'
     font = f"{SIZE}px ui-monospace,Menlo,Consolas,monospace"
     head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{title}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {height:.0f}" role="img">',
+        f"<title>{title}</title>",
         f"<style>text{{font-family:system-ui,sans-serif;fill:{INK}}} .t{{font:{font}}}</style>",
-        f'<rect width="{WIDTH}" height="{height:.0f}" rx="8" fill="{CARD}"/>',
+        f'<rect {size} rx="8" fill="{CARD}"/>',
         f'<text x="{LEFT}" y="32" font-size="17" font-weight="700">{title}</text>',
         f'<text x="{LEFT}" y="52" font-size="13" style="fill:{SOFT}">{subtitle}</text>',
         *(

@@ -3,9 +3,10 @@
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
@@ -27,12 +28,12 @@ def inspect(
     """Show what a model costs: parameters, FLOPs, streams at each layer and memory, against plain GPT and copy-N.
 
     Args:
-        model: A size by name (nano, tiny, 150m, 319m, 772m, 1.9b), in our form or, as 150m-paper, in the paper's; or a
-            model's folder, a checkpoint of a run, or a run (its newest checkpoint).
-        tokens: Tokens in a row; the model's block size by default.
-        rows: Rows in a batch, for the memory that the backward needs.
-        copies: The copy-N baselines to show; of a size, 3 and 5 by default.
-        budgets: The budgets (streams per token) to show; of a size, 2 and 4 by default, of a folder the model's own.
+        model: A size by name (nano, tiny, 150m, 319m, 772m, 1.9b; 150m-paper has the paper's block selection), or a
+            model folder, a checkpoint of a run, or a run (its newest checkpoint).
+        tokens: Tokens per row; by default the model's context length.
+        rows: Rows per batch, for the memory that the backward needs.
+        copies: The copy-N baselines to show; by default 3 and 5 for a size.
+        budgets: The budgets (streams per token) to show; by default 2 and 4 for a size, the model's own for a folder.
     """
     from thoughtbubbles.recipes.costs import inspect_model
 
@@ -46,14 +47,14 @@ usage: thoughtbubbles train RECIPE [--resume] [--dry-run] [--FIELD VALUE …]
        torchrun --nproc-per-node N -m thoughtbubbles train RECIPE …
 
   --list             all recipes, with parameters, tokens and expected FLOPs
-  RECIPE --help      every field of the run that can be changed, with its value
-  --resume DIR       go on with the run in this folder, with the settings that its run.json has
-  --resume           with a recipe: go on from the newest whole checkpoint of --out (from step 0 where there is none)
-  --dry-run          open the data and check all that the run needs, take one step at reduced size, print the config
-  --init-from DIR    start from the weights of a model, checkpoint or run; the shape of the model is theirs, and
+  RECIPE --help      all options, with their values in this recipe
+  --resume DIR       resume the run in this folder, with the settings in its run.json
+  --resume           with a recipe: resume from the newest complete checkpoint in --out, or start at step 0
+  --dry-run          open the data and check everything the run needs, take one step at reduced size, print the config
+  --init-from DIR    start from the weights, and with the architecture, of a model, checkpoint or run;
                      --model.* options change it
-  --data.val DIR …   validate on other folders than those that are trained on
-  --profile          watch a few steps: a trace, and a table of where the time goes
+  --data.val DIR …   compute the validation loss on other folders than the training data
+  --profile          profile a few steps: a trace, and a table of where the time goes
 
 Exit codes: 0 the run is finished; 1 an error, in one line; 2 options that cannot be parsed. Stopped by a signal,
 after saving: 128 + its number (SIGINT 130, SIGTERM 143).
@@ -62,7 +63,7 @@ for example: thoughtbubbles train tiny --optim.lr 1e-3 --out runs/first"""
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Trains a recipe, or goes on with a run; the fields of its RunConfig are options."""
+    """Trains a recipe, or resumes a run; the fields of its RunConfig are options."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(TRAIN_USAGE)
         return
@@ -100,7 +101,7 @@ def evaluate(arguments: Sequence[str]) -> None:
 
     with joined(settings.device) as world:
         failed = run(settings, world)["failed"]
-    if failed:  # told in full above
+    if failed:  # reported in full above
         few = f"{len(failed)} of {len(settings.names)} tasks could not run: {', '.join(failed)}"
         sys.exit(f"thoughtbubbles eval: {few}" if world.is_first else 1)
 
@@ -153,54 +154,49 @@ def generate(
     top: int = 0,
     json: bool = False,
 ) -> None:
-    """Continue a text with a trained model, and watch it being written.
+    """Continue a text with a trained model, token by token.
 
-    Standard output has the prompt, the text that continues it, and a newline. How fast it was, how many streams a token
-    had and why the text ended is told on standard error.
+    Standard output gets the prompt, its continuation and a newline. Speed, streams per token and the reason why the
+    text ended are printed on standard error.
 
     Args:
-        prompt: The text to continue. Without it, or with -, it is read from standard input, and one newline at its end
-            is taken off. A prompt that begins with a dash goes there too.
+        prompt: The text to continue. Without it, or with -, it is read from standard input, less one newline at its
+            end. Use that for a prompt that begins with a dash.
         checkpoint: The model: its folder, a checkpoint of a run, or a run (its newest checkpoint).
-        max_new: New tokens at most; by default until prompt and text fill the model's block.
-        budget: Streams per token in place of the model's own, such as 2, 1.5 or 4/3: from 1 (no forks) on; as many as
-            the fork layers can make, or more, is no limit.
-        budget_mode: What the budget is counted on, in place of the model's own. proportional: the tokens so far. fixed:
-            a full block (block selection and --method uncached only).
-        method: How a new token sees those before it; by default whichever is exact for the model.
-            cached: what they left is kept. Fast; exact for causal selection, an approximation for block selection.
-            uncached: all of them are read again for every token. Slow; exact for both.
-        temperature: 0 always takes the likeliest token; 1 draws as the model predicts, more is wilder.
-        top_k: Draw from the k likeliest tokens only.
-        top_p: Draw from the likeliest tokens that together have this probability.
-        min_p: Draw from tokens with at least this share of the likeliest one's probability.
-        repetition_penalty: Makes tokens that have occurred less likely; 1 does not, 1.2 is much.
-        seed: The same seed draws the same text; another seed, another text.
-        stop: A text that ends the writing and is not shown; give the option again for another. For a new line, in bash:
+        max_new: Maximum number of new tokens; by default as many as fit in the model's context length.
+        budget: Streams per token instead of the model's own, such as 2, 1.5 or 4/3. 1: no forks. At the largest bubble
+            that the fork layers can make, or above it: no limit.
+        budget_mode: What the budget is counted on, instead of the model's own. proportional: the tokens so far. fixed:
+            the full context length (block selection and --method uncached only).
+        method: How to decode; by default the method that is exact for the model.
+            cached: with a KV cache. Fast; exact for causal selection, an approximation for block selection.
+            uncached: without one, all tokens are computed again for each new one. Slow; exact for both.
+        temperature: 0: greedy decoding. 1: sample from the model's distribution. Higher: more random.
+        top_k: Sample only from the k most likely tokens.
+        top_p: Sample only from the most likely tokens that together have this probability.
+        min_p: Sample only from tokens with at least this fraction of the most likely one's probability.
+        repetition_penalty: Above 1: tokens that have occurred become less likely; 1.2 is strong.
+        seed: Of the random numbers: the same seed gives the same text.
+        stop: A text that ends the generation and is not shown; repeat the option for several. A newline, in bash:
             --stop $'\\n'
-        device: auto: cuda where there is one, else cpu.
-        dtype: What the model computes in. auto: bfloat16 on cuda, else float32.
-        compile: On cuda: steps as graphs of compiled kernels. Starts about twenty seconds later, then many times
-            faster: for long texts.
-        show_bubbles: Give each token the colour of its number of streams after the last fork layer, one token late;
-            where there are no colours (a pipe, NO_COLOR), digits follow below the text. With block selection, the
-            number that a token had when it was the newest, and that the prompt's tokens had before any new one.
-        top: Show a table of so many likeliest tokens for each new one, with log-probabilities.
-        json: Instead of text, one line of JSON at the end: prompt, text, ids, log_probs, streams (of the token that
-            predicted each new one), finish, settings, tokens_per_second and more; with --show-bubbles also bubbles, the
-            streams of each token itself, those of the prompt first.
+        device: auto: cuda if there is one, else cpu.
+        dtype: The model's dtype. auto: bfloat16 on cuda, else float32.
+        compile: On cuda: decode with CUDA graphs of compiled kernels. Starts about twenty seconds later, then many
+            times faster: for long texts.
+        show_bubbles: Colour each token by its number of streams after the last fork layer, one token late. Without
+            colours (a pipe, NO_COLOR), digits follow below the text. With block selection: the number that a token had
+            when it was the newest; for the prompt, before any new token.
+        top: Print a table of this many most likely tokens for each new one, with log-probabilities.
+        json: Instead of text, print one line of JSON at the end: prompt, text, ids, log_probs, streams (of the token
+            that predicted each new one), finish, settings, tokens_per_second and more; with --show-bubbles also
+            bubbles: the streams of each token itself, the prompt's first.
     """
     from thoughtbubbles.generate.command import read_prompt, write
     from thoughtbubbles.generate.requests import Request
     from thoughtbubbles.generate.sample import Sampling
 
     sampling = Sampling(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
     )
     write(
         Request(prompt=read_prompt(prompt), max_new=max_new, budget=budget, sampling=sampling, stop=stop, top=top),
@@ -231,19 +227,19 @@ def bench(
     """Measure how fast a model trains on this machine: forward and backward, and the full step, side by side.
 
     Before a case is timed, its loss and gradients are checked against the slow reference path. A case that fails, for
-    want of memory for instance, is reported, and the others go on.
+    example out of memory, is reported, and the others continue.
 
     Args:
         cases: What to measure, each as SIZE-FORM, such as 150m-plain 150m-r2-causal-residual. By default, with a GPU,
             all forms of 150m and three of 1.9b (some minutes); without one, forms of tiny.
-        list: Show all sizes and forms, and do nothing.
-        device: auto: cuda where there is one, else mps, else cpu.
-        rows: Rows of a batch, in place of the size's own. Fewer need less memory.
-        tokens: Tokens of a row, in place of the size's own (512 from 150m on). A plain-double row has twice as many.
-        repeats: Runs to take the median of; 20 on a GPU, 10 elsewhere.
+        list: Only show all sizes and forms.
+        device: auto: cuda if there is one, else mps, else cpu.
+        rows: Rows per batch instead of the size's own. Fewer need less memory.
+        tokens: Tokens per row instead of the size's own (512 from 150m on). A plain-double row has twice as many.
+        repeats: Number of runs of which the median is taken; 20 on a GPU, 10 elsewhere.
         quick: A first impression: 3 repeats and, unless cases are named, only plain and r2-causal-residual.
-        data: Measure on the text of a folder that `thoughtbubbles prepare` wrote; by default on random tokens, as
-            unevenly frequent as words are.
+        data: Measure on a folder that `thoughtbubbles prepare` wrote; by default on random tokens with the frequencies
+            of words.
         out: Also write all numbers to this file, as JSON.
     """
     from thoughtbubbles.bench.table import bench as run
@@ -252,37 +248,28 @@ def bench(
     if list:
         list_cases()
         return
-    run(
-        cases,
-        device=device,
-        rows=rows,
-        tokens=tokens,
-        repeats=repeats,
-        data=data,
-        out=out,
-        quick=quick,
-    )
+    run(cases, device=device, rows=rows, tokens=tokens, repeats=repeats, data=data, out=out, quick=quick)
 
 
 def export(*, checkpoint: Path, out: Path, dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> None:
     """Write a model as a folder that is ready for the Hugging Face Hub.
 
     It has the weights, the tokenizer, a model card written from the run's own numbers, and the code of the model: with
-    trust_remote_code=True it opens in transformers where this package is not installed. Nothing is sent anywhere. To
+    trust_remote_code=True it opens in transformers without this package installed. Nothing is uploaded. To
     publish it, choose a licence in its README.md, then: hf upload NAME/MODEL DIR
 
     Args:
         checkpoint: The model: its folder, a checkpoint of a run, or a run (its newest checkpoint).
         out: The folder to write: a new or empty one, or that of an earlier export, which is replaced if nothing in it
             has been changed since.
-        dtype: Of the weights. auto: as they are.
+        dtype: The dtype of the weights. auto: as they are.
     """
     import torch
 
     from thoughtbubbles.interop.export import export as write
 
-    narrow = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    print(f"written: {write(checkpoint, out=out, dtype=narrow[dtype])}")
+    dtypes = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    print(f"written: {write(checkpoint, out=out, dtype=dtypes[dtype])}")
 
 
 def import_authors(
@@ -297,18 +284,18 @@ def import_authors(
 ) -> None:
     """Turn a checkpoint of the authors' JAX code (Jemoka/fork-xla) into a model folder.
 
-    The model then computes as their code does, wherever that differs from ours. GPT-2's tokenizer, which they use, is
-    written beside it if the vocabulary has room for it.
+    The model computes what their code computes, also where that differs from ours. GPT-2's tokenizer, which they use,
+    is added if it fits the vocabulary.
 
     Args:
         checkpoint: The folder that their trainer wrote (to read its Orbax files, orbax-checkpoint must be installed),
             or an .npz or .safetensors file with the same names.
         out: The model folder to write, a new or empty one.
-        heads: Attention heads, where no config.json beside the arrays tells them.
-        block_size: Tokens of a row, where no config.json tells them.
-        budget: Streams per token, where no config.json tells them: max_block_size / block_size.
-        budget_mode: proportional: the budget follows each row's tokens, as the paper evaluates. fixed: always that of a
-            full block. For rows of a full block, as in training, they are the same.
+        heads: Number of attention heads, if there is no config.json next to the arrays.
+        block_size: Context length, if there is no config.json.
+        budget: Streams per token, if there is no config.json: max_block_size / block_size.
+        budget_mode: proportional: the budget follows each row's tokens, as the paper evaluates. fixed: always that of
+            the full context length. For full rows, as in training, they are the same.
     """
     from thoughtbubbles.checkpoint import save_model
     from thoughtbubbles.data.tokenizer import tokenizer
@@ -324,6 +311,26 @@ def import_authors(
     print(f"written: {written} ({sum(weight.numel() for weight in model.parameters()):,} parameters)")
 
 
+SLOW_BFLOAT16 = "this CPU has no bfloat16 instructions: --dtype bfloat16 works, but float32 is faster here"
+
+
+@contextmanager
+def short_warnings() -> Iterator[None]:
+    """One line where torch prints a C++ backtrace: for the first bfloat16 product on a CPU without bfloat16."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def shown(message: Warning | str, *where: Any, **more: Any) -> None:
+            if "mkldnn_matmul failed" in str(message):
+                print(SLOW_BFLOAT16, file=sys.stderr)
+            else:
+                show(message, *where, **more)
+
+        warnings.showwarning = shown
+        warnings.filterwarnings("once", message="mkldnn_matmul failed")
+        yield
+
+
 class Verb(NamedTuple):
     run: Callable[[Sequence[str]], None]
     summary: str
@@ -334,7 +341,7 @@ VERBS = {
         lambda arguments: tyro.cli(bench, prog="thoughtbubbles bench", args=arguments),
         "how fast a model trains here: milliseconds, TFLOP/s, memory",
     ),
-    "demo": Verb(demo, "a model with bubbles and a plain one side by side, in minutes"),
+    "demo": Verb(demo, "train a model with bubbles and a plain GPT side by side, in minutes"),
     "eval": Verb(evaluate, "perplexity, and benchmarks such as HellaSwag and GSM8K"),
     "export": Verb(
         lambda arguments: tyro.cli(export, prog="thoughtbubbles export", args=arguments),
@@ -342,7 +349,7 @@ VERBS = {
     ),
     "generate": Verb(
         lambda arguments: tyro.cli(generate, prog="thoughtbubbles generate", args=arguments),
-        "continue a text, and see how many streams each token takes",
+        "continue a text, with a KV cache and a budget of streams per token",
     ),
     "import": Verb(
         lambda arguments: tyro.cli(import_authors, prog="thoughtbubbles import", args=arguments),
@@ -379,15 +386,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if name not in VERBS:
         sys.exit(f"thoughtbubbles: no verb {name!r}; choose from: {', '.join(VERBS)} (thoughtbubbles --help)")
 
-    # torch on a CPU without bfloat16, as many ARM ones are: it takes another way, and prints a page about it.
-    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     try:
-        VERBS[name].run(rest)
-    except ValueError as error:  # a user's mistake: the message says it all
+        with short_warnings():
+            VERBS[name].run(rest)
+    except ValueError as error:  # invalid input: the message says what and where
         sys.exit(f"thoughtbubbles {name}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # nobody reads on, as with `| head`
+    except BrokenPipeError:  # the reader has stopped, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:  # a file or folder that cannot be used

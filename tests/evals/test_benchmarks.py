@@ -285,7 +285,7 @@ def test_a_model_of_nans_is_not_scored(models, questions, tmp_path):
     model = load(models["plain"])
     torch.nn.init.constant_(model.final_norm.weight, float("nan"))
     save_model(tmp_path / "model", model, tokenizer=tokenizer("bytes"))
-    with pytest.raises(ValueError, match=r"the model's logits are not numbers \(NaN\)"):
+    with pytest.raises(ValueError, match="the model's logits are NaN"):
         evaluate(tmp_path / "model", questions, tmp_path / "out", tasks=("blimp",))
 
 

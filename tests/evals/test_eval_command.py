@@ -178,7 +178,7 @@ def test_mistakes(trained, corpus, tmp_path, capsys):
         (["--data", str(tmp_path / "nowhere")], "is not a prepared dataset"),
         (["--data", str(other), "--split", "train"], "made with tokenizer 'gpt2', but the model was trained with"),
         (["--data", str(corpus), "--split", "test"], "has no split 'test'"),
-        (["--data", str(corpus), "--tokens", "13"], "--tokens 13: the model reads at most block_size = 12"),
+        (["--data", str(corpus), "--tokens", "13"], "the model's context length; give at most 12"),
         (["--data", str(corpus), "--windows", "0"], "--windows 0: give a whole number from 1 to"),
         (["--data", str(corpus), "--batch", "-1"], "--batch -1: give a whole number from 1 to"),
         (["--data", str(corpus), "--budget", "0.5"], "--budget = 0.5 is below 1"),

@@ -67,7 +67,7 @@ def test_where_all_fail_later_no_folder_is_left(checkpoint, questions):
     model = lively_model(ModelConfig(n_layer=1, n_head=1, width=8, vocab_size=300, block_size=64), dtype=torch.float32)
     torch.nn.init.constant_(model.final_norm.weight, math.nan)
     save_model(checkpoint.parent.parent / "nan", model, tokenizer=tokenizer("bytes"))
-    with pytest.raises(ValueError, match="the model's logits are not numbers"):
+    with pytest.raises(ValueError, match="the model's logits are NaN"):
         evaluate(checkpoint.parent.parent / "nan", questions)
     assert [path for path in (checkpoint.parent.parent / "nan").glob("eval/*") if path.name != "answers"] == []
 

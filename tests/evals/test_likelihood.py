@@ -119,7 +119,7 @@ def test_a_single_row_of_nan_is_an_error():
     model.embedding.register_forward_hook(lambda _, ids, x: x.masked_fill((ids[0] == 7)[..., None], math.nan))
     queries = [Query((1, 2), (3,)), Query((1, 7), (3,)), Query((4, 5), (6,))]
     assert len(log_likelihoods(model, [queries[0], queries[2]], vocab_size=23)) == 2
-    with pytest.raises(ValueError, match="not numbers"):
+    with pytest.raises(ValueError, match="logits are NaN"):
         log_likelihoods(model, queries, vocab_size=23)
 
 

@@ -229,7 +229,7 @@ def test_the_folder(tmp_path, monkeypatch):
     [
         ("piqa", '{"goal": "x"', "line 2: Expecting ',' delimiter"),
         ("piqa", "[1]", "line 2: a list, not an object; expected one JSON object per line"),
-        ("piqa", {"goal": "x"}, "line 2: the field 'sol1' is missing; a line has goal, sol1, sol2, label"),
+        ("piqa", {"goal": "x"}, "line 2: field 'sol1' is missing; expected goal, sol1, sol2, label"),
         ("piqa", {**RECORDS["piqa"], "label": 2}, "line 2: label is 2: it must be a number from 0 to 1"),
         ("piqa", {**RECORDS["piqa"], "goal": 3}, "line 2: goal is 3: it must be text"),
         ("arc_easy", {**RECORDS["arc_easy"], "gold": "B"}, "line 2: gold is 'B': it must be a number from 0 to 2"),
@@ -354,8 +354,8 @@ def test_numbers_are_bounded(no_shape_checks, name, value):
 
 
 @pytest.mark.parametrize("budget", ["1.5", 2, [1], (1.5,)])
-def test_budgets_are_a_tuple_of_texts(no_shape_checks, budget):
-    with pytest.raises(ValueError, match="give a tuple of texts"):
+def test_budgets_are_a_tuple_of_strings(no_shape_checks, budget):
+    with pytest.raises(ValueError, match="give a tuple of strings"):
         Evaluation(checkpoint=Path("x"), tasks=("piqa",), budget=budget)
 
 

@@ -23,7 +23,7 @@ from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 SMALL = ModelConfig(n_layer=2, n_head=2, width=8, vocab_size=260, block_size=16, fork_layers=(1,))
-NO_CHECKSUM = "no checksum lies beside this file"
+NO_CHECKSUM = "this file has no checksum"
 
 
 def models(folder: Path) -> Sequence[FileBase]:

@@ -651,7 +651,7 @@ def test_nan_weights_are_reported():
     model = model_of()
     with torch.no_grad():
         model.final_norm.weight.fill_(torch.nan)
-    with pytest.raises(ValueError, match="not numbers"):
+    with pytest.raises(ValueError, match="logits are NaN"):
         generate(model, [Request(prompt=[1], max_new=2)])
 
 

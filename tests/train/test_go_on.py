@@ -68,7 +68,7 @@ def test_a_run_without_a_checkpoint_starts_from_its_folder(once, tmp_path):
     [
         (("--resume", "RUN", "--optim.lr", "1e-3"), "optim.lr was 0.003, is 0.001"),
         (("--resume", "RUN", "--tokens", "1e4"), "tokens was 2048, is 10000.*cosine.*--init-from"),
-        (("--resume", "RUN", "--out", "elsewhere"), "a run goes on in its own folder"),
+        (("--resume", "RUN", "--out", "elsewhere"), "a run is resumed in its own folder"),
         (("tiny", "--resume", "RUN"), "give the folder alone"),
         (("--tokens", "5"), "a recipe comes first, or --resume DIR"),
         (("--resume",), "a recipe comes first, or --resume DIR"),

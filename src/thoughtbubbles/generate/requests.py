@@ -386,7 +386,7 @@ def _unpacked(
 ) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...], int]]:
     for (token, log_prob, streams, *top), row in zip(facts.tolist(), rows, strict=True):
         if math.isnan(log_prob):
-            raise ValueError("the model's logits are not numbers (NaN): check its weights")
+            raise ValueError("the model's logits are NaN: check its weights")
         n = len(top) // 2
         likeliest = tuple((int(i), p) for i, p in zip(top[:n], top[n:], strict=True))
         yield int(token), log_prob, likeliest[: row.request.top], int(streams)

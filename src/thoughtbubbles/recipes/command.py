@@ -1,8 +1,8 @@
-"""The `train` command: a recipe, or the folder of a run, and whatever is given on the command line besides.
+"""The `train` command: a recipe, or the folder of a run, changed by options.
 
 train RECIPE …                  the recipe's RunConfig is the default, and its fields are options
-train RECIPE --init-from DIR    the shape of the model is that of DIR; --model.* options change it
-train --resume DIR …            run.json of DIR is the default: nothing has to be typed again
+train RECIPE --init-from DIR    the architecture is that of the model in DIR; --model.* options change it
+train --resume DIR …            run.json in DIR is the default
 """
 
 import os
@@ -26,7 +26,7 @@ from thoughtbubbles.train.resume import RUN, read_run
 def train_command(arguments: Sequence[str]) -> None:
     name, *rest = arguments
     if name.startswith("-"):
-        _go_on(*_resumed(arguments))
+        _resume(*_resumed(arguments))
         return
     default = _shaped(recipe(name), rest)
 
@@ -37,7 +37,7 @@ def train_command(arguments: Sequence[str]) -> None:
 
         Args:
             config: The run.
-            resume: Go on from the newest whole checkpoint of the run's folder.
+            resume: Resume from the newest complete checkpoint in the run's folder.
             dry_run: Open the data and check that it fits the model, take one step at reduced size, and print the
                 resolved config.
         """
@@ -51,11 +51,11 @@ def train_command(arguments: Sequence[str]) -> None:
     tyro.cli(run, prog=f"thoughtbubbles train {name}", args=rest)
 
 
-def _go_on(folder: Path, rest: list[str]) -> None:
+def _resume(folder: Path, rest: list[str]) -> None:
     default = read_run(folder)
 
     def run(config: Annotated[RunConfig, tyro.conf.arg(name="")] = default, *, dry_run: bool = False) -> None:
-        """Go on with this run, from its newest whole checkpoint.
+        """Resume this run from its newest complete checkpoint.
 
         Args:
             config: The run, as run.json in its folder says.
@@ -63,7 +63,7 @@ def _go_on(folder: Path, rest: list[str]) -> None:
                 the resolved config.
         """
         if config.out != folder:
-            raise ValueError(f"--out {config.out}: a run goes on in its own folder, {folder}; leave --out away")
+            raise ValueError(f"--out {config.out}: a run is resumed in its own folder, {folder}; leave out --out")
         _start(config, resume=True, dry_run=dry_run)
 
     tyro.cli(run, prog=f"thoughtbubbles train --resume {folder}", args=rest)
@@ -81,7 +81,7 @@ def _start(config: RunConfig, *, resume: bool, dry_run: bool) -> None:
 
 
 def _resumed(arguments: Sequence[str]) -> tuple[Path, list[str]]:
-    """The folder after --resume, wherever it stands, and the other words."""
+    """The folder after --resume, and the other words."""
     folder = _value(arguments, "--resume")
     if folder is None:
         raise ValueError(f"{arguments[0]}: a recipe comes first, or --resume DIR (thoughtbubbles train --help)")
@@ -95,7 +95,7 @@ def _resumed(arguments: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def _value(arguments: Sequence[str], option: str) -> str | None:
-    """What follows an option, as its own word or after `=`; None where there is none."""
+    """The value of an option, as the next word or after `=`; None if it has none."""
     for word, following in zip(arguments, [*arguments[1:], "-"], strict=True):
         given, equals, value = word.partition("=")
         if given.replace("_", "-") == option:
@@ -104,7 +104,7 @@ def _value(arguments: Sequence[str], option: str) -> str | None:
 
 
 def _shaped(default: RunConfig, arguments: Sequence[str]) -> RunConfig:
-    """With --init-from, the recipe with that model's shape; a run that goes on has its own already."""
+    """With --init-from, the recipe with that model's architecture; a resumed run keeps its own."""
     start = _value(arguments, "--init-from")
     if start in (None, "None"):
         return default
@@ -112,7 +112,7 @@ def _shaped(default: RunConfig, arguments: Sequence[str]) -> RunConfig:
     folder = Path(_value(arguments, "--out") or own)
     is_resumed = "--resume" in arguments and (folder / RUN).is_file()
     shaped = copy(default)
-    # Not yet checked: the recipe's rows need not fit this model, and options may follow that make them fit.
+    # Without validation: the recipe's tokens per step may not fit this model until the options are applied.
     shape = read_run(folder).model if is_resumed else read_config(find_model(start))
     object.__setattr__(shaped, "model", shape)
     return shaped

@@ -1,10 +1,10 @@
-"""`make demo`: a small model with bubbles and a plain GPT of the same size, side by side on this machine's own text.
+"""`make demo`: a small model with bubbles and a plain GPT of the same size, trained side by side.
 
-Both are ordinary runs of the training command, one process and one core each, on the documentation inside Python's
-standard library. What the comparison is worth stands in demo.json: the same over three seeds.
+Both are ordinary training runs, one process and one core each, on the docstrings of Python's standard library, which
+every machine has. demo.json has the same comparison over three seeds.
 
     thoughtbubbles demo                            what `make demo` runs
-    thoughtbubbles demo --record --seeds 0 1 2     writes demo.json anew
+    thoughtbubbles demo --record --seeds 0 1 2     write demo.json again
 """
 
 import json
@@ -35,7 +35,7 @@ from thoughtbubbles.train.config import DataConfig, EvalConfig, LogConfig, Optim
 
 RECORD = Path(__file__).with_name("demo.json")
 NAMES = {"demo-bubbles": "bubbles, 2 streams per token", "demo-plain": "plain GPT"}
-# With a score bias the first steps are those of a nearly plain model: steadier in so short a run (docs/log.md).
+# With a score bias the model starts almost as a plain GPT, which is steadier in so short a run (docs/log.md).
 BUBBLES = ModelConfig(n_layer=4, n_head=3, width=96, vocab_size=384, block_size=128, fork_layers=(1, 2), score_bias=3)
 
 
@@ -61,7 +61,7 @@ def recipes() -> Iterator[tuple[str, Callable[[], RunConfig], str]]:
 
 @dataclass
 class Watched:
-    """A run in another process, seen through what it logs."""
+    """A training run in another process, followed through its metrics.jsonl."""
 
     name: str
     folder: Path
@@ -74,7 +74,7 @@ class Watched:
         return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
     def numbers(self) -> dict[str, Any]:
-        """Of the finished run."""
+        """Of a finished run."""
         lines = self.lines()
         speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
         forks = [line["forks"] for line in lines if "forks" in line]
@@ -99,14 +99,14 @@ def start(name: str, out: Path, *, seed: int, more: list[str]) -> Watched:
 
 
 def watch(runs: list[Watched], steps: int, console: Console) -> None:
-    """Shows progress until all are done; one that fails ends the others."""
+    """Shows progress until all runs are done; if one fails, the others are stopped."""
     columns = (
         TextColumn("{task.description:<28}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[facts]}"),
     )
-    last_said = time.monotonic()
+    last_shown = time.monotonic()
     try:
         with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as progress:
             tasks = {run.name: progress.add_task(NAMES[run.name], total=steps, facts="starting") for run in runs}
@@ -118,10 +118,10 @@ def watch(runs: list[Watched], steps: int, console: Console) -> None:
                         raise RuntimeError(f"{run.name} failed:\n{tail}")
                     done, facts = _state(run.lines())
                     progress.update(tasks[run.name], completed=done, facts=facts)
-                    if not console.is_terminal and (time.monotonic() - last_said > 10 or not alive):
+                    if not console.is_terminal and (time.monotonic() - last_shown > 10 or not alive):
                         console.print(f"{NAMES[run.name]}: {done}/{steps}  {facts}")
-                if time.monotonic() - last_said > 10:
-                    last_said = time.monotonic()
+                if time.monotonic() - last_shown > 10:
+                    last_shown = time.monotonic()
                 if not alive:
                     return
                 time.sleep(0.5)
@@ -181,7 +181,7 @@ def show_sample(run: Watched, console: Console) -> None:
 
 
 def verdict(record: dict[str, Any]) -> str:
-    """What the comparison is worth, from the recorded seeds."""
+    """How far the comparison can be trusted, from the recorded seeds."""
     losses = {name: [run[name]["validation_loss"] for run in record["runs"]] for name in NAMES}
     shown = {name: ", ".join(f"{loss:.3f}" for loss in values) for name, values in losses.items()}
     gaps = [p - b for b, p in zip(losses["demo-bubbles"], losses["demo-plain"], strict=True)]
@@ -195,21 +195,21 @@ def verdict(record: dict[str, Any]) -> str:
     return (
         f"How much of this is chance? Over {seeds} seeds of this run ({record['machine']}): bubbles "
         f"{shown['demo-bubbles']}; plain {shown['demo-plain']}. So at this size and length {words}. "
-        "Where the effect of forking begins cannot be seen in minutes: docs/log.md has our trials, and the paper "
-        "reports it from 150M parameters and 2.5B tokens on."
+        "The paper reports gains from 150M parameters and 2.5B tokens on, which minutes cannot show; our own trials "
+        "are in docs/log.md."
     )
 
 
 def run_demo(
     *, out: Path = Path("runs/demo"), seeds: tuple[int, ...] = (0,), record: bool = False, tokens: int | None = None
 ) -> None:
-    """Train both models, then show a table, loss curves, a sample with its bubbles, and where the checkpoint is.
+    """Train both models, then show a table, loss curves, a sample with its bubbles, and the path of the checkpoint.
 
     Args:
-        out: Folder of the demo; what an earlier demo left there is replaced.
+        out: Folder of the demo; an earlier demo there is replaced.
         seeds: Seeds to run, one after the other.
         record: Write the results of all seeds to demo.json.
-        tokens: Train on this many tokens instead; for a quick look.
+        tokens: Train on this many tokens instead, for a quick look.
     """
     console = Console(width=None if sys.stdout.isatty() else 110)
     begin = time.monotonic()
