@@ -122,6 +122,7 @@ def test_inspect_shows_the_bytes_of_the_kv_cache(show):
         (["train", "tiny-plane"], "no recipe is named 'tiny-plane': did you mean tiny-plain"),
         (["train", "tiny", "--optim.lr", "-1"], "--optim.lr -1.0: give a positive number"),
         (["train", "tiny", "--out", "/dev/null/run"], "/dev/null/run"),
+        (["train", "150m-r2"], "data/openwebtext"),
         (["train", "150m-r2", "--out", "/tmp/never"], "data/openwebtext"),
         (["train", "150m-r2", "--dry-run"], "data/openwebtext"),
         (["train", "tiny", "--dry-run", "--data.val", "nowhere"], "nowhere"),

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -96,7 +97,7 @@ def _resumed(arguments: Sequence[str]) -> tuple[Path, list[str]]:
 
 def _value(arguments: Sequence[str], option: str) -> str | None:
     """The value of an option, as the next word or after `=`; None if it has none."""
-    for word, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+    for word, following in pairwise([*arguments, "-"]):
         given, equals, value = word.partition("=")
         if given.replace("_", "-") == option:
             return value if equals else None if following.startswith("-") else following
