@@ -84,7 +84,7 @@ class Heads:
         qkv, bias, log_score = self.leaves()
         layout = self.layout(log_score)._replace(rotary=self.rotary)
         out = ops.attention(
-            qkv, bias, *layout.rotary, key_bias=layout.key_bias, value=layout.value_gate, n_head=self.n_head,
+            qkv, bias, *layout.rotary, key_bias=layout.key_bias, value_gate=layout.value_gate, n_head=self.n_head,
             least_bias=self.least,
         )  # fmt: skip
         return self._named(out, qkv, bias, log_score, layout)

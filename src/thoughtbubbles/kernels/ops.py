@@ -42,7 +42,7 @@ def attention(
     sin: Float[Tensor, "B 1 S half"],
     *,
     key_bias: Float[Tensor, "B S"] | None,
-    value: Float[Tensor, "B S"] | None,
+    value_gate: Float[Tensor, "B S"] | None,
     n_head: int,
     least_bias: float = -math.inf,
 ) -> Float[Tensor, "B S D"]:
@@ -51,7 +51,7 @@ def attention(
     least_bias  a lower bound of the key biases, if known: the backward is faster if it is not too low
     """
     is_bounded = least_bias > LEAST_APART and qkv.dtype != torch.float16  # whose range is small
-    return _attention(qkv, bias, cos, sin, key_bias, value, n_head, is_bounded)[0]  # type: ignore[no-any-return]
+    return _attention(qkv, bias, cos, sin, key_bias, value_gate, n_head, is_bounded)[0]  # type: ignore[no-any-return]
 
 
 def _attention_forward(

@@ -1,4 +1,4 @@
-"""Score-attenuated causal attention: a reference path and a fused path, with the same signature.
+"""Score-attenuated causal attention: a reference path, and a fused path that computes the same function.
 
     weights = softmax over keys of (c · q·k + bias_key),    out = Σ weights · (P_key · v),    c = 1/√H
 
@@ -37,7 +37,7 @@ class Update(NamedTuple):
     value: Float[Tensor, "B S D"]
     bias: Float[Tensor, "D"] | None = None  # not added to `value` yet, if a kernel adds it later
 
-    def total(self) -> Float[Tensor, "B S D"]:
+    def with_bias(self) -> Float[Tensor, "B S D"]:
         return self.value if self.bias is None else self.value + self.bias
 
 
@@ -49,6 +49,7 @@ def attention_weights(
         logits = at_least_float32(q) @ at_least_float32(k).mT / math.sqrt(q.shape[-1])
         if layout.key_bias is not None:
             logits = logits + layout.key_bias[:, None, None, :]
+        # Streams are ordered by token, so what is causal in streams is causal in tokens.
         future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         return logits.masked_fill(future, -math.inf).softmax(dim=-1)
 
@@ -85,7 +86,7 @@ def _in_two(bias: Float[Tensor, "B S"], dtype: torch.dtype) -> tuple[Float[Tenso
     """
     if bias.dtype == dtype:
         return torch.zeros_like(bias), bias
-    high = (bias.detach().view(torch.int32) & -(1 << 16)).view(torch.float32)
+    high = (bias.detach().view(torch.int32) & -(1 << 16)).view(torch.float32)  # the 16 bits of a bfloat16
     return high.to(dtype), (bias - high).to(dtype)
 
 
@@ -122,13 +123,14 @@ class Attention(torch.nn.Module):
 
     def forward(self, x: Float[Tensor, "B S D"], layout: Layout, path: AttentionPath) -> Update:
         if path is fused_attention and self.has_kernel(x):
+            # Our kernel also adds the bias of the projection (`product` is without it) and rotates q and k.
             heads = ops.attention(
-                self.qkv.product(x), self.qkv.bias, *layout.rotary, key_bias=layout.key_bias, value=layout.value_gate,
-                n_head=self.n_head, least_bias=layout.least_bias,
+                self.qkv.product(x), self.qkv.bias, *layout.rotary, key_bias=layout.key_bias,
+                value_gate=layout.value_gate, n_head=self.n_head, least_bias=layout.least_bias,
             )  # fmt: skip
             return Update(self.out.product(heads), self.out.bias)
         q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         q, k = rotate(q, layout.rotary), rotate(k, layout.rotary)
         if self.form.score_channel:
-            q = F.pad(q[..., :-1], (0, 1))
+            q = F.pad(q[..., :-1], (0, 1))  # zero, so that it is left out of q·k
         return Update(self.out(path(q, k, v, layout).transpose(1, 2).flatten(2)))

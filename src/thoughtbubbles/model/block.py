@@ -1,10 +1,11 @@
-"""The transformer block: GPT-2's pre-norm block, with rotary positions, whose updates are gated by the scores P.
+"""The transformer block: GPT-2's pre-norm block with rotary positions, whose updates are gated by the scores P.
 
     x ← x + P · Attention(LayerNorm(x)),    x ← x + P · MLP(LayerNorm(x))
 
-Before the first fork layer every score is 1 and this is exactly a plain GPT block. Each addition is fused with the
-LayerNorm after it (on a GPU, into one kernel). So an update stays pending in `Residual` until the next norm adds it;
-the last update of a block is added by the next block.
+P is one number from 0 to 1 per stream, given by the fork layers (fork.py). Before the first of them every score is 1,
+and this is exactly a plain GPT block. Each addition is fused with the LayerNorm after it (on a GPU, into one kernel):
+an update stays pending in `Residual` until the next norm adds it. The last update of a block is added by the next
+block; before a fork layer, and after the last block, the model adds it (`apply_update`), so it meets its own scores.
 """
 
 from typing import NamedTuple
@@ -22,33 +23,35 @@ from thoughtbubbles.model.linear import Linear, product_dtype
 
 
 class Residual(NamedTuple):
-    """The residual streams x, and the pending update, which has not been added yet."""
+    """The residual streams x, and the pending update of attention or MLP, which has not been added yet."""
 
     x: Float[Tensor, "B S D"]
     update: Update | None = None
-    is_saved: bool = False  # whether a norm has saved x for its backward: the next norm can reuse it
+    # Only every second norm saves its sum for the backward; the one between finds it again as x + P · update.
+    is_saved: bool = False
 
     def add(self, update: Update) -> "Residual":
+        """Pending: the next norm adds it."""
         assert self.update is None, "a norm comes between two updates"
         return Residual(self.x, update, self.is_saved)
 
     def total(self, gate: Float[Tensor, "B S"] | None) -> Float[Tensor, "B S D"]:
         if self.update is None:
             return self.x
-        update = self.update.total()
+        update = self.update.with_bias()
         return self.x + (update if gate is None else update * gate[..., None]).to(self.x.dtype)
 
 
 class AddNorm(nn.LayerNorm):
-    """Adds the pending update, then applies LayerNorm, in the dtype of the streams (not of its weights)."""
+    """Adds the pending update, then applies LayerNorm; both are computed in at least the dtype of the streams."""
 
     def forward(  # type: ignore[override]
         self, residual: Residual, gate: Float[Tensor, "B S"] | None
     ) -> tuple[Float[Tensor, "B S D"], Residual]:
-        """Returns the normalised streams, and the streams with the update added."""
+        """Returns LayerNorm(x) (from the kernel, in the dtype of the products) and x, with the update added."""
         x, dtype = residual.x, product_dtype(residual.x)
         if kernels.for_blocks(x.device, dtype):
-            update, update_bias = residual.update or (None, None)
+            update, update_bias = (None, None) if residual.update is None else residual.update
             x, normed = ops.add_norm(
                 x, update, update_bias=update_bias, gate=gate, weight=self.weight, bias=self.bias, eps=self.eps,
                 dtype=dtype, save_sum=not residual.is_saved,
@@ -83,8 +86,8 @@ class Block(nn.Module):
         self.mlp_norm = AddNorm(width)
         self.mlp = MLP(width, form)
 
-    def forward(self, x: Residual, layout: Layout, path: AttentionPath) -> Residual:
-        normed, x = self.attention_norm(x, layout.gate)
-        x = x.add(self.attention(normed, layout, path))
-        normed, x = self.mlp_norm(x, layout.gate)
-        return x.add(self.mlp(normed))
+    def forward(self, residual: Residual, layout: Layout, path: AttentionPath) -> Residual:
+        normed, residual = self.attention_norm(residual, layout.gate)
+        residual = residual.add(self.attention(normed, layout, path))
+        normed, residual = self.mlp_norm(residual, layout.gate)
+        return residual.add(self.mlp(normed))

@@ -1,7 +1,7 @@
 """The layout of the streams, shared by all blocks up to the next fork layer: their positions and their attenuation.
 
-With P the score of a stream and c = 1/√H, the paper adds c · log P_key to the attention logits, multiplies values by
-P_key and multiplies residual updates by P.
+A stream is the residual vector of a token, or of a fork of it; S counts streams, T tokens. P is the score of a stream,
+and c = 1/√H. The paper adds c · log P_key to the attention logits and multiplies values by P_key and updates by P.
 """
 
 import math
@@ -21,7 +21,7 @@ class Layout(NamedTuple):
     key_bias: Float[Tensor, "B S"] | None = None  # added to the scaled attention logits
     value_gate: Float[Tensor, "B S"] | None = None  # multiplies the values
     gate: Float[Tensor, "B S"] | None = None  # multiplies the residual updates
-    least_bias: float = -math.inf  # a lower bound of key_bias, known from the config
+    least_bias: float = -math.inf  # a lower bound of key_bias, which makes the kernel's backward faster
 
 
 def find_layout(streams: Streams, config: ModelConfig, *, n_tokens: int, has_forked: bool = True) -> Layout:
@@ -40,10 +40,10 @@ def attenuation(
 ) -> tuple[Float[Tensor, "B S"] | None, Float[Tensor, "B S"] | None, Float[Tensor, "B S"] | None, float]:
     """Key bias, value gate and update gate (None if the config disables them), and a lower bound of the key bias."""
     score = log_score.exp()
-    scale = 1 / math.sqrt(config.head_size) if config.score_scale == "head" else 1.0
+    scale = 1 / math.sqrt(config.head_size) if config.score_scale == "head" else 1.0  # "head" is the paper's c
     return (
         log_score * scale if config.gate_qk else None,
         score if config.gate_v else None,
         score if config.gate_residual else None,
-        FLOOR * len(config.fork_layers) * scale,
+        FLOOR * len(config.fork_layers) * scale,  # each fork layer adds FLOOR or more to a log score
     )
