@@ -11,6 +11,7 @@ import shutil
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -40,6 +41,12 @@ def short_name(path: Path | str) -> str:
     text = str(path)
     text = text if len(text) <= 300 else f"{text[:150]}…{text[-100:]}"
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "") -> str:
+    """A hint for a name that is not among the known ones."""
+    near = get_close_matches(name, known, n=3)
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def read_bytes(path: Path, *, remedy: str) -> bytes:

@@ -6,13 +6,13 @@ are twice as long: plain GPT on as many streams as r = 2, which isolates the cos
 
 from collections.abc import Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple, get_args
 
 import numpy as np
 
 from thoughtbubbles.data.loader import Batch, Loader, Source
+from thoughtbubbles.files import did_you_mean
 from thoughtbubbles.model.config import ModelConfig, Selection
 
 ROWS = {"nano": 4, "tiny": 4, "150m": 64, "319m": 32, "772m": 16, "1.9b": 8}  # per batch
@@ -58,11 +58,9 @@ def find_cases(names: Sequence[str], *, rows: int | None = None, tokens: int | N
     known = [f"{size}-{form}" for size in ROWS for form in forms(size)]
     for name in names:
         if name not in known:
-            near = get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(near)}? " if near else ""
             raise ValueError(
-                f"no case is named {name!r}: {hint}A case is a size ({', '.join(ROWS)}) and a form "
-                f"({', '.join(forms('nano'))}), such as 150m-plain"
+                f"no case is named {name!r}: {did_you_mean(name, known)} A case is a size ({', '.join(ROWS)}) and a "
+                f"form ({', '.join(forms('nano'))}), such as 150m-plain"
             )
     found = []
     for name in dict.fromkeys(names):  # each once

@@ -1,13 +1,13 @@
 """The settings of an evaluation, checked once. Field docstrings are the help text of `thoughtbubbles eval`."""
 
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from thoughtbubbles.evals.tasks import TASKS
+from thoughtbubbles.files import did_you_mean
 
 NAMES = ("perplexity", *TASKS)
 ZERO_SHOT = ("lambada", "hellaswag", "blimp", "piqa", "arc_easy", "arc_challenge")
@@ -125,6 +125,5 @@ def _check_number(name: str, value: object) -> None:
 def _check_name(task: str) -> None:
     known = (*SUITES, *NAMES)
     if task not in known:
-        near = get_close_matches(task, known, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(known)}"
+        hint = did_you_mean(task, known, otherwise=f"choose from {', '.join(known)}")
         raise ValueError(f"--tasks {task}: there is no such task; {hint}")

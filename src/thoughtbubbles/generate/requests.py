@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from thoughtbubbles.generate.decoders import Cached, Decoder, Graphed, Uncached
 from thoughtbubbles.generate.sample import BatchSampling, Picked, Sampling, pick, uniform
 from thoughtbubbles.generate.text import TextStream
 from thoughtbubbles.model.budget import Budget, Number, brief
-from thoughtbubbles.model.config import BudgetMode, ModelConfig, is_whole
+from thoughtbubbles.model.config import FIXED_BUDGET, BudgetMode, ModelConfig, is_whole
+from thoughtbubbles.model.inputs import check_choice
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 Finish = Literal["stop", "end", "length", "error"]
@@ -305,9 +306,8 @@ def _decoder(
     compiled: bool,
 ) -> Decoder:
     config = model.config
-    for name, value, kind in (("method", method, Method), ("budget_mode", budget_mode, BudgetMode)):
-        if value is not None and (not isinstance(value, str) or value not in get_args(kind)):
-            raise ValueError(f"{name} = {brief(value)}: choose one of {get_args(kind)}")
+    check_choice("method", method, Method)
+    check_choice("budget_mode", budget_mode, BudgetMode)
     if not isinstance(compiled, bool):
         raise ValueError(f"compiled = {brief(compiled)}: give True or False")
     if (method or exact_method(config)) == "uncached":
@@ -315,14 +315,11 @@ def _decoder(
             raise ValueError("compiling needs the cache: without it every prefix would be a new shape to compile for")
         return Uncached(model, budget_mode=budget_mode)
     if config.fork_layers and (budget_mode or config.budget_mode) == "fixed" and config.selection == "causal":
-        raise ValueError(
-            "a fixed budget applies to the full context, so it requires a model with block selection: "
-            "omit the budget mode"
-        )
+        raise ValueError(f"{FIXED_BUDGET} requires a model with block selection: omit the budget mode")
     if config.fork_layers and (budget_mode or config.budget_mode) == "fixed":
         raise ValueError(
-            "a fixed budget applies to the full context, so it cannot be cached: use the method 'uncached' with "
-            "block selection, or the budget mode 'proportional'"
+            f"{FIXED_BUDGET} cannot be cached: use the method 'uncached' with block selection, or the budget mode "
+            "'proportional'"
         )
     capacity = max(len(row.prompt) + row.max_new for row in all_rows)
     if not compiled:

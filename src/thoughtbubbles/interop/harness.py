@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 
 from thoughtbubbles import __version__
 from thoughtbubbles.evals.results import RESULTS, exact, home_of, make_folders, move_aside, named_by, weights_of
-from thoughtbubbles.files import check_folder, crc32, short_name, write_json
+from thoughtbubbles.files import check_folder, crc32, did_you_mean, short_name, write_json
 from thoughtbubbles.generate.requests import Method
 from thoughtbubbles.interop.harness_tasks import local_tasks
 from thoughtbubbles.interop.lm_eval import ThoughtbubblesLM
@@ -121,8 +120,7 @@ def _manager(tasks: Sequence[str], definitions: Path | None) -> TaskManager:
     manager = TaskManager()
     for task in tasks:
         if task not in manager.all_tasks:
-            near = get_close_matches(task, manager.all_tasks, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else "`lm_eval ls tasks` lists them"
+            hint = did_you_mean(task, manager.all_tasks, otherwise="`lm_eval ls tasks` lists them")
             raise ValueError(f"--tasks {short_name(task)}: the harness has no such task; {hint}")
     return manager
 

@@ -16,7 +16,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from thoughtbubbles.evals.documents import ENDINGS, data_folder, find_files, records
 from thoughtbubbles.evals.tasks import TASKS
 from thoughtbubbles.evals.tasks.task import Task
-from thoughtbubbles.files import check_folder, short_name
+from thoughtbubbles.files import check_folder, did_you_mean, short_name
 
 FORMAT = 1  # version of the written files; another one makes new folders
 UPSTREAM = Path(lm_eval.tasks.__file__).parent
@@ -171,9 +170,8 @@ def check_tasks(tasks: Sequence[str], data_dir: Path) -> None:
     known = {name: of_set for of_set in SETS for name in task_names(of_set)}
     for task in tasks:
         if task not in known:
-            near = get_close_matches(task, known, n=3)
             short = [name for of_set in SETS for name in task_names(of_set)[: None if of_set.group is None else 1]]
-            hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(short)}"
+            hint = did_you_mean(task, known, otherwise=f"choose from {', '.join(short)}")
             raise ValueError(f"--tasks {short_name(task)}: the harness has no such task on local files; {hint}")
         find_files(known[task].benchmark, data_dir)  # its error says what to fetch and where to put it
 

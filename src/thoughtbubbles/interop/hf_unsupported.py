@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from thoughtbubbles.interop.hf_cache import ThoughtbubblesCache
 from thoughtbubbles.model.budget import brief
-from thoughtbubbles.model.config import ModelConfig, is_number, is_whole
+from thoughtbubbles.model.config import FIXED_BUDGET, ModelConfig, is_number, is_whole
 from thoughtbubbles.model.loss import IGNORED
 
 UNUSED = {
@@ -129,8 +129,7 @@ def check_caching(config: ModelConfig, labels: Tensor | None) -> None:
         raise ValueError("labels with a cache: a loss needs gradients through the full row, so give use_cache=False")
     if config.fork_layers and config.budget_mode == "fixed":
         raise ValueError(
-            "a fixed budget applies to the full context, so it cannot be cached: give use_cache=False, or load the "
-            "model with budget_mode='proportional'"
+            f"{FIXED_BUDGET} cannot be cached: give use_cache=False, or load the model with budget_mode='proportional'"
         )
 
 

@@ -22,6 +22,7 @@ MOST = {
     "block_size": 2**24,
     "copies": 1_000,
 }
+FIXED_BUDGET = "a fixed budget applies to the full context, so it"  # …: the beginning of several errors
 
 
 class Form(NamedTuple):
@@ -142,7 +143,7 @@ class ModelConfig:
             self.budget_mode == "proportional" or self.selection == "block",
             "budget_mode",
             self.budget_mode,
-            "a fixed budget applies to the full context, so it requires selection='block'",
+            f"{FIXED_BUDGET} requires selection='block'",
         )
 
     def _check_authors_compat(self) -> None:

@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from thoughtbubbles.model.budget import Budget, BudgetLike, brief
-from thoughtbubbles.model.config import BudgetMode, ModelConfig, Selection
+from thoughtbubbles.model.config import FIXED_BUDGET, BudgetMode, ModelConfig, Selection
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.selection import Rule
 
@@ -88,6 +88,12 @@ def _check_words(want: Collection[str], trace: bool | str, *, has_targets: bool)
         raise ValueError(f"trace = {brief(trace)}: choose False, True or 'attention'")
 
 
+def check_choice(name: str, value: object, kind: object) -> None:
+    """`kind` is a Literal of strings; None is the default."""
+    if value is not None and (not isinstance(value, str) or value not in get_args(kind)):
+        raise ValueError(f"{name} = {brief(value)}: choose one of {get_args(kind)}")
+
+
 def rule_of(
     config: ModelConfig,
     batch: int,
@@ -96,13 +102,11 @@ def rule_of(
     selection: str | None,
     budget_mode: str | None,
 ) -> Rule:
-    for name, value, kind in (("selection", selection, Selection), ("budget_mode", budget_mode, BudgetMode)):
-        if value is not None and (not isinstance(value, str) or value not in get_args(kind)):
-            raise ValueError(f"{name} = {brief(value)}: choose one of {get_args(kind)}")
+    check_choice("selection", selection, Selection)
+    check_choice("budget_mode", budget_mode, BudgetMode)
     if (budget_mode or config.budget_mode) == "fixed" and (selection or config.selection) == "causal":
         raise ValueError(
-            "a fixed budget applies to the full context, so it requires block selection: "
-            "use budget_mode='proportional' with selection='causal'"
+            f"{FIXED_BUDGET} requires block selection: use budget_mode='proportional' with selection='causal'"
         )
     exact = None if budget is None else Budget.of(budget)
     if exact is not None:

@@ -8,6 +8,7 @@ A recipe is named after its model. The corpus and the selection rule are options
 from collections.abc import Callable
 from typing import NamedTuple
 
+from thoughtbubbles.files import did_you_mean
 from thoughtbubbles.recipes import demo, paper, tiny
 from thoughtbubbles.train.config import RunConfig
 
@@ -30,9 +31,6 @@ RECIPES: dict[str, Recipe] = {
 
 def recipe(name: str) -> RunConfig:
     if name not in RECIPES:
-        from difflib import get_close_matches
-
-        near = get_close_matches(name, RECIPES, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"for example {', '.join(list(RECIPES)[:3])};"
+        hint = did_you_mean(name, RECIPES, otherwise=f"for example {', '.join(list(RECIPES)[:3])};")
         raise ValueError(f"no recipe is named {name!r}: {hint} thoughtbubbles train --list shows all")
     return RECIPES[name].make()
