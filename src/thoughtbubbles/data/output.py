@@ -60,7 +60,7 @@ class Tail:
 
 
 @dataclass
-class State:
+class PrepareState:
     """The content of the journal, except the settings."""
 
     kind: Kind | None = None
@@ -72,7 +72,7 @@ class State:
     tails: dict[str, Tail] = field(default_factory=lambda: {split: Tail() for split in SPLITS})
 
     @classmethod
-    def parse(cls, record: Any) -> "State":
+    def parse(cls, record: Any) -> "PrepareState":
         if record["kind"] is not None and record["kind"] not in KIND_CODES:
             raise ValueError(f"kind = {record['kind']!r}")
         place = [count(value) for value in record["place"]]
@@ -167,7 +167,7 @@ class Split:
         return self.tail_path.open("ab")
 
 
-class Output:
+class OutputFolder:
     """The folder. Its state is what a later run needs to resume."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
@@ -175,7 +175,7 @@ class Output:
         self._splits: dict[str, Split] = {}
         state = _read_journal(folder, settings)
         self.resumed = state is not None
-        self.state = State() if state is None else state
+        self.state = PrepareState() if state is None else state
         if state is None:
             _refuse_foreign(folder)
             self.save(self.state.place)
@@ -319,14 +319,14 @@ def _runs(held: np.ndarray) -> list[tuple[bool, int, int]]:
     return [(bool(held[a]), a, b) for a, b in pairwise(cuts)]
 
 
-def _read_journal(folder: Path, settings: dict[str, Any]) -> State | None:
+def _read_journal(folder: Path, settings: dict[str, Any]) -> PrepareState | None:
     path, remedy = folder / JOURNAL, f"delete the folder {folder} and prepare it again"
     if not os.path.lexists(path):
         return None
     record = read_object(path, remedy=remedy)
     check_seal(path, record, remedy=remedy)
     try:
-        theirs, state = dict(record["settings"]), State.parse(record["state"])
+        theirs, state = dict(record["settings"]), PrepareState.parse(record["state"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = short_name(f"{type(error).__name__}: {error}")
         raise ValueError(f"{short_name(path)} is damaged ({what}): {remedy}") from None

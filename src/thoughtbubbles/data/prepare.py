@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from thoughtbubbles.data.encode import Encoded, encode_chunk
-from thoughtbubbles.data.output import SPLITS, Output, finished
-from thoughtbubbles.data.progress import Progress
+from thoughtbubbles.data.output import SPLITS, OutputFolder, finished
+from thoughtbubbles.data.progress import PrepareProgress
 from thoughtbubbles.data.shards import SMALL_VALIDATION, Index
 from thoughtbubbles.data.sources import Chunk, Input, find_inputs, fingerprint, read_chunks
 from thoughtbubbles.data.tokenizer import Tokenizer
@@ -147,8 +147,8 @@ def _run(
     out: Path, settings: dict[str, Any], inputs: Sequence[Input], tok: Tokenizer, *, n_val: int, processes: int
 ) -> Index:
     with _writing(out):
-        output = Output(out, settings)
-    with Progress(inputs, resumed=output.documents if output.resumed else None) as progress:
+        output = OutputFolder(out, settings)
+    with PrepareProgress(inputs, resumed=output.documents if output.resumed else None) as progress:
         _fill(
             output,
             read_chunks(inputs, at=output.state.place[0], start=output.state.place[1]),
@@ -169,14 +169,14 @@ def _run(
 
 
 def _fill(
-    output: Output,
+    output: OutputFolder,
     chunks: Iterator[Chunk],
     tokenizer: str,
     *,
     processes: int,
     n_val: int,
     limit: int | None,
-    progress: Progress,
+    progress: PrepareProgress,
     out: Path,
 ) -> None:
     """Adds documents to the folder until the sources or the limit end. The first `n_val` inputs go to val."""

@@ -7,13 +7,13 @@ from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
-from thoughtbubbles.data.output import State
+from thoughtbubbles.data.output import PrepareState
 from thoughtbubbles.data.sources import Chunk, Input
 
 LINE_SECONDS = 10.0
 
 
-class Progress:
+class PrepareProgress:
     def __init__(self, inputs: Sequence[Input], *, resumed: int | None):
         self._before = [0, *accumulate(found.bytes for found in inputs)]
         self._total = None if any(found.path is None for found in inputs) else self._before[-1]
@@ -24,7 +24,7 @@ class Progress:
         if resumed is not None:
             print(f"resuming after {resumed:,} documents", file=sys.stderr)
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "PrepareProgress":
         if sys.stderr.isatty():
             from rich import progress
             from rich.console import Console
@@ -41,7 +41,7 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, chunk: Chunk, state: State) -> None:
+    def update(self, chunk: Chunk, state: PrepareState) -> None:
         now = time.monotonic()
         n_bytes = sum(counts.bytes for counts in state.counts.values())
         if self._bytes_begun is None:

@@ -17,7 +17,7 @@ from thoughtbubbles.train.fields import LARGEST, Count, check_kinds, option
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["auto", "bf16", "float32", "float64"]
-Residual = Literal["float32", "bf16"]
+ResidualDtype = Literal["float32", "bf16"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Optimizer = Literal["adamw", "muon"]
 
@@ -76,7 +76,7 @@ class OptimConfig:
 class ComputeConfig:
     precision: Precision = "auto"
     """Dtype of matrix products; weights, scores and loss stay float32. auto: bf16 on CUDA, float32 elsewhere."""
-    residual: Residual = "float32"
+    residual: ResidualDtype = "float32"
     """Dtype of the residual streams between blocks and of their gradients. bf16 needs --compute.precision bf16; it
     saves memory and bandwidth. Checkpoints do not store it: a loaded model uses the dtype of its weights."""
     compile: bool | None = None

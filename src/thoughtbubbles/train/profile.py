@@ -52,7 +52,7 @@ class Profile(NamedTuple):
     top: tuple[ProfileRow, ...]  # the longest kernels
 
 
-class Span(NamedTuple):
+class Timing(NamedTuple):
     """A kernel (or an operator) in the trace; `own` is its time in microseconds that is not counted for another one."""
 
     name: str
@@ -110,17 +110,17 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in _PATTERNS.items() if pattern.search(name)), OTHER)
 
 
-def _kernels(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
+def _kernels(events: Iterable[dict[str, Any]]) -> Iterator[Timing]:
     """Where kernels overlap, as communication does with computation, the time counts for the one that started first."""
     on_device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     until = 0.0
     for event in sorted(on_device, key=lambda e: float(e["ts"])):
         begin, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
-        yield Span(event["name"], max(0.0, end - max(begin, until)))
+        yield Timing(event["name"], max(0.0, end - max(begin, until)))
         until = max(until, end)
 
 
-def _operators(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
+def _operators(events: Iterable[dict[str, Any]]) -> Iterator[Timing]:
     """Operators call others: the time of each excludes the operators that it calls."""
     by_thread: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
@@ -137,7 +137,7 @@ def _operators(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
             if inside:
                 own[inside[-1][0]] -= duration
             inside.append((index, begin + duration))
-        yield from (Span(event["name"], max(0.0, time)) for event, time in zip(thread, own, strict=True))
+        yield from (Timing(event["name"], max(0.0, time)) for event, time in zip(thread, own, strict=True))
 
 
 def _rows(spans: Iterable[tuple[str, float]], steps: int, milliseconds: float) -> tuple[ProfileRow, ...]:

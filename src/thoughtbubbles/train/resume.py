@@ -16,7 +16,7 @@ from thoughtbubbles.provenance import provenance
 from thoughtbubbles.train.config import RunConfig, differences
 from thoughtbubbles.train.fields import from_record
 from thoughtbubbles.train.optim import learning_rate, warmup_steps
-from thoughtbubbles.train.state import State, newest_good, read_state
+from thoughtbubbles.train.state import RunState, newest_good, read_state
 
 RUN = "run.json"
 WANTED = "give the folder of a run, or a recipe with --resume"
@@ -54,7 +54,7 @@ def find_checkpoint(run: Path, *, resume: bool, say: Callable[[str], None]) -> P
     return found
 
 
-def same_run(folder: Path, config: RunConfig, *, precision: str, fingerprints: list[dict[str, Any]]) -> State:
+def same_run(folder: Path, config: RunConfig, *, precision: str, fingerprints: list[dict[str, Any]]) -> RunState:
     """The state of a checkpoint, if it belongs to this run; its `warmup_steps` are those that the run started with, its
     `milestones` those of all lengths that the run has had."""
     state = read_state(folder)
@@ -67,7 +67,7 @@ def same_run(folder: Path, config: RunConfig, *, precision: str, fingerprints: l
     return replace(state, warmup_steps=warmup, milestones=sorted({*(state.milestones or ()), *before.milestone_steps}))
 
 
-def same_settings(state: State, folder: Path, config: RunConfig, *, precision: str) -> None:
+def same_settings(state: RunState, folder: Path, config: RunConfig, *, precision: str) -> None:
     """Raises ValueError for a checkpoint of a run with other settings."""
     before = from_record(RunConfig, state.config, where=str(folder / STATE))
     changed = differences({**before.as_dict(), "tokens": config.tokens}, config.as_dict())

@@ -151,7 +151,7 @@ class Background:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class RunState:
     """The content of state.json: everything a run needs to resume, except tensors."""
 
     step: int
@@ -203,10 +203,10 @@ def set_aside(run: Path, step: int) -> None:
             folder.rename(aside)
 
 
-def read_state(folder: Path) -> State:
+def read_state(folder: Path) -> RunState:
     path = folder / STATE
     found = read_object(path, remedy="use an earlier checkpoint")
-    known: dict[str, Any] = {name: found.get(name) for name in State.__dataclass_fields__}
+    known: dict[str, Any] = {name: found.get(name) for name in RunState.__dataclass_fields__}
     wrong = [name for name in ("step", "updates", "skipped_in_a_row") if not _is_count(known[name])]
     wrong += [name for name in ("warmup_steps", "ranks") if known[name] is not None and not _is_count(known[name])]
     wrong += [name for name, kind in (("precision", str), ("config", dict)) if not isinstance(known[name], kind)]
@@ -219,7 +219,7 @@ def read_state(folder: Path) -> State:
         wrong.append("step")
     if wrong:
         raise ValueError(f"{path} is damaged ({wrong[0]} is missing or wrong): use an earlier checkpoint")
-    return State(**known)
+    return RunState(**known)
 
 
 def _is_count(value: object) -> bool:
