@@ -44,11 +44,16 @@ GRAPH = "tests/generate/test_graph.py"
 PARALLEL = "tests/train/test_parallel.py"
 EVALS = "tests/evals"
 RESULTS = "tests/evals/test_results.py"
-REQUESTS = "tests/generate/test_requests.py"
+REQUESTS = (
+    "tests/generate/test_requests.py tests/generate/test_completion_text.py tests/generate/test_request_mistakes.py"
+)
 MODEL = (
     "tests/model/test_oracle.py tests/model/test_selection.py tests/model/test_causality.py tests/model/test_fork.py"
 )
-DECODE = "tests/generate/test_decode.py tests/generate/test_cache.py"
+DECODE = (
+    "tests/generate/test_decode.py tests/generate/test_decode_rows.py tests/generate/test_decode_mistakes.py "
+    "tests/generate/test_cache.py"
+)
 
 FAULTS = [
     # Kernels, through Triton's interpreter
@@ -300,13 +305,13 @@ FAULTS = [
         "interop/hf_unsupported.py",
         "(labels[:, 1:] != IGNORED) & ~is_real[:, :-1]",
         "(labels[:, :-1] != IGNORED) & ~is_real[:, :-1]",
-        "tests/interop/test_hf_model.py",
+        "tests/interop/test_hf_model.py tests/interop/test_hf_tuning.py tests/interop/test_hf_input.py",
     ),
     Fault(
         "interop/hf_unsupported.py",
         "-n_columns <= column < n_columns",
         "-n_columns <= column <= n_columns",
-        "tests/interop/test_hf_model.py",
+        "tests/interop/test_hf_model.py tests/interop/test_hf_tuning.py tests/interop/test_hf_input.py",
     ),
     Fault("interop/hf_model.py", "past > 0 and attention_mask", "attention_mask", "tests/interop/test_hf_cache.py"),
     Fault(

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from helpers import SAME_ROW
+from helpers import SAME_ROW, random_ids
 from thoughtbubbles.generate.cache import Cache
 from thoughtbubbles.generate.decode import Prediction, decode_step, prefill
+from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.fork import ForkRecord
 from thoughtbubbles.model.transformer import Output, Thoughtbubbles
 
@@ -20,6 +21,10 @@ class Read(NamedTuple):
     log_probs: list[Tensor]
     streams: list[list[int]]
     cache: Cache
+
+
+def some_rows(config: ModelConfig, lengths, *, seed: int = 1):
+    return [random_ids(config, 1, n, seed=seed + i)[0] for i, n in enumerate(lengths)]
 
 
 def padded(rows: Sequence[Tensor], *, filler: int = 0) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
-from reading import assert_same_state, padded, read_at_once, read_in_steps, state
 
+from generate.reading import assert_same_state, padded, read_at_once, read_in_steps, state
 from helpers import ORACLE_OUTPUT, SAME_ROW, ask_oracle, lively_model, named, random_ids, small_config
 from thoughtbubbles.generate.cache import CacheMemory, cache_memory, new_cache
 from thoughtbubbles.generate.decode import decode_step, prefill

@@ -43,3 +43,17 @@ def pair(folder: Any, kind: str, *, dtype: torch.dtype = torch.float32, **change
     core = lively_model(config_of(kind, **changes), dtype=dtype).eval()
     save_model(folder, core)
     return ThoughtbubblesForCausalLM.from_pretrained(folder).eval(), core
+
+
+def logits(core, ids, **options):
+    with torch.no_grad():
+        return core(ids, want=("logits",), **options).logits
+
+
+def padded(rows, side, width):
+    """Ids 0 as padding, which are ids of the vocabulary too."""
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        start = {"left": width - len(row), "right": 0, "both": (width - len(row)) // 2}[side]
+        ids[i, start : start + len(row)], mask[i, start : start + len(row)] = row, 1
+    return ids, mask

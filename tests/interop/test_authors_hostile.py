@@ -9,9 +9,9 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from authors_reference import random_tree
 from safetensors.torch import save_file
 
+from interop.authors_reference import random_tree
 from thoughtbubbles.cli import main
 from thoughtbubbles.interop.authors import import_model
 from thoughtbubbles.interop.authors_files import read_npz

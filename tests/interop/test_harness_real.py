@@ -7,13 +7,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # `hf` would ask the Hub even abou
 
 import lm_eval
 import pytest
-from harness_benchmarks import GPT2, KINDS, save_models
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import thoughtbubbles.interop.hf  # noqa: F401 (so that `hf` can open our folders)
 from helpers import SAME_ROW_FLOAT32
+from interop.harness_benchmarks import GPT2, KINDS, save_models
 from thoughtbubbles.evals.documents import open_benchmark
 from thoughtbubbles.evals.evaluate import evaluate
 from thoughtbubbles.evals.metrics import Answer

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import lm_eval.tasks
 import pytest
-from harness_benchmarks import RECORDS, save_models, write_benchmarks, write_records
 from lm_eval.tasks import TaskManager
 
 from helpers import lively_model
+from interop.harness_benchmarks import RECORDS, save_models, write_benchmarks, write_records
 from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.files import write_manifest
 from thoughtbubbles.interop.harness import run_harness

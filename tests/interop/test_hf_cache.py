@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from hf_models import CACHED, pair, slow_but
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import Trainer, TrainingArguments
 
 from helpers import SAME_ROW, random_ids
+from interop.hf_models import CACHED, pair, slow_but
 from thoughtbubbles.interop.hf import ThoughtbubblesCache
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hf_models import CACHED, KINDS, config_of, pair, slow_but
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 import thoughtbubbles
 from helpers import SAME_FUNCTION_FLOAT32, SAME_ROW, SAME_ROW_FLOAT32, lively_model, random_ids
+from interop.hf_models import CACHED, KINDS, config_of, pair, slow_but
 from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.generate.requests import Request, generate

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hf_models import config_of
 from torch.utils.data import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
@@ -17,6 +16,7 @@ from transformers import (
 
 import thoughtbubbles
 from helpers import lively_model
+from interop.hf_models import config_of
 from thoughtbubbles import Thoughtbubbles
 from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.data.tokenizer import tokenizer

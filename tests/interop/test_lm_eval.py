@@ -12,10 +12,10 @@ from pathlib import Path
 import lm_eval.tasks
 import pytest
 import torch
-from harness_benchmarks import GPT2, KINDS, RECORDS, save_models, write_benchmarks, write_records
 from lm_eval.api.instance import Instance
 
 from helpers import SAME_ROW, SAME_ROW_FLOAT32
+from interop.harness_benchmarks import GPT2, KINDS, RECORDS, save_models, write_benchmarks, write_records
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.interop.harness import _name, run_harness
