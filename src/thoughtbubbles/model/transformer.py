@@ -162,22 +162,22 @@ class Thoughtbubbles(nn.Module):
         n_tokens = given.ids.shape[1]
         streams = self.embed(given)
         layout = self.layout(streams, n_tokens, has_forked=False)
-        x, forks = Residual(streams.x), []
+        residual, forks = Residual(streams.x), []
         for layer, block in enumerate(self.blocks):
             if layer in self.config.fork_layers:
-                streams = self.apply_update(streams, x, layout)
+                streams = self.apply_update(streams, residual, layout)
                 streams, record = self.forks[str(layer)](streams, given.lengths, n_tokens=n_tokens, rule=given.rule)
-                layout, x = self.layout(streams, n_tokens), Residual(streams.x)
+                layout, residual = self.layout(streams, n_tokens), Residual(streams.x)
                 forks.append(ForkRecord(*record[:-1], layer))  # type: ignore[call-arg]
-            x = block(x, layout, path)
-        return self.apply_update(streams, x, layout), tuple(forks)
+            residual = block(residual, layout, path)
+        return self.apply_update(streams, residual, layout), tuple(forks)
 
     def layout(self, streams: Streams, n_tokens: int, *, has_forked: bool = True) -> Layout:
         return find_layout(streams, self.config, n_tokens=n_tokens, has_forked=has_forked)
 
-    def apply_update(self, streams: Streams, x: Residual, layout: Layout) -> Streams:
+    def apply_update(self, streams: Streams, residual: Residual, layout: Layout) -> Streams:
         """The streams after the last block, with its pending update added."""
-        return Streams(x.total(layout.gate), streams.log_score, streams.token)
+        return Streams(residual.total(layout.gate), streams.log_score, streams.token)
 
     def rows_to_decode(self, streams: Streams, n_tokens: int) -> head.OutputRows:
         return head.rows_to_decode(
