@@ -1,4 +1,4 @@
-"""Draw method.svg: how Thoughtbubbles forks, weakens, deletes and merges residual streams.
+"""Draw method.svg: how Thoughtbubbles forks, attenuates, deletes and merges residual streams.
 
 The picture is computed. Only the fork and keep scores and the streams' guesses below are made up;
 who survives, who stands where and what each bubble predicts follow from the model's own rules.
@@ -18,7 +18,7 @@ from textwrap import wrap
 
 TOKENS = ("Seven", "times", "eight", "is")
 BUDGET = Fraction("1.5")  # streams per token
-# One (fork, keep) pair a stream, in stream order, at each of the two fork layers.
+# One (fork, keep) pair per stream, in stream order, at each of the two fork layers.
 SCORES_1 = ((0.25, 0.46), (0.54, 0.78), (0.49, 0.70), (0.84, 0.96))
 SCORES_2 = ((0.65, 0.90), (0.18, 0.45), (0.22, 0.82), (0.30, 0.93), (0.35, 0.91), (0.56, 0.95))
 # For each token: next words, and a distribution over them from each of its final streams.
@@ -211,12 +211,12 @@ def explain(row_1: list[Stream], row_2: list[Stream]) -> tuple[dict[str, str], s
     shrunk, *_, grown = sorted(before, key=lambda k: after[k] - before[k])
     caps = ", ".join(str(math.floor(BUDGET * (t + 1))) for t in range(len(TOKENS)))
     return {
-        "Merge": "One prediction a bubble: its streams’ guesses, weighted by their share of the"
+        "Merge": "One prediction per bubble: its streams’ guesses, weighted by their share of the"
         " score.\n=p(y) = Σ w · p(y | stream)\n=w = P / ΣP",
         "Fork again": f"{after.total()} of {len(row_2)} stay. “{TOKENS[grown]}” grows"
         f" to {after[grown]} streams; “{TOKENS[shrunk]}” loses its fork."
         "\nMore blocks follow, as in 3.",
-        "Weakened blocks": "Attention to a stream and writes into it fade with its score P:\n"
+        "Attenuated blocks": "Attention to a stream and updates to it fade with its score P:\n"
         "=softmax(c·(q·k + log P)) · (P·v)\n=x ← x + P · update\n"
         "Small numbers: position k − p/q\n(rank p from the right, of q).",
         "Fork layer": "Each stream gets a fork and a keep score, multiplied by its P.\n"
