@@ -24,6 +24,7 @@ needs_compiler = pytest.mark.skipif(
     "check",
     [
         "one graph",
+        pytest.param("one graph, other forms", marks=pytest.mark.slow),
         pytest.param("every way to call", marks=pytest.mark.slow),
         pytest.param("autocast", marks=pytest.mark.slow),
         pytest.param("no new graph", marks=pytest.mark.slow),
