@@ -16,13 +16,14 @@ if torch.cuda.is_available() and find_spec("triton"):  # Triton reads a kernel's
 # Before the rest of the package is imported: every annotated function then checks the shapes it is given and returns.
 jaxtyping.install_import_hook("thoughtbubbles", "beartype.beartype")
 
+torch.set_num_threads(1)  # tests run side by side; here for module fixtures too, which run before those of a test
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
-    torch.set_num_threads(1)  # tests run side by side; and sums keep their order
+    torch.set_num_threads(1)  # if a test has changed it: sums keep their order
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(torch.float32)
