@@ -242,14 +242,19 @@ def good_lines(checkpoint: Path, questions: Path) -> tuple[Path, list[str]]:
     return path, path.read_text().splitlines()
 
 
-def test_damaged_answers_are_left_out(tmp_path):
-    """Even if a line is still valid JSON and only its scores have changed."""
+def two_answers(folder: Path) -> tuple[Answer, Path, list[bytes]]:
+    """An answer that was given to two documents, its file, and the three lines in it."""
     good = score_choices(PIQA, [Likelihood(-1.0, 2, False, 0), Likelihood(-2.0, 1, False, 0)])
-    with Answers(tmp_path, "piqa", {"a": 1}) as answers:
+    with Answers(folder, "piqa", {"a": 1}) as answers:
         answers.add(0, good)
         answers.add(1, good)
-    (path,) = tmp_path.iterdir()
-    header, first, last = path.read_bytes().splitlines()
+    (path,) = folder.iterdir()
+    return good, path, path.read_bytes().splitlines()
+
+
+def test_damaged_answers_are_left_out(tmp_path):
+    """Even if a line is still valid JSON and only its scores have changed."""
+    good, path, (header, first, last) = two_answers(tmp_path)
     record = json.loads(first)
     changes = {"scores": dict.fromkeys(good.scores, 0.5)}, {"log_probs": [-9.0, -1.0]}, {"document": 2}, {"more": 1}
     damaged = [json.dumps({**record, **change}).encode() for change in changes]
@@ -297,12 +302,7 @@ def test_damaged_answers_are_left_out(tmp_path):
     ids=str,
 )
 def test_wrong_kinds_under_a_right_checksum_are_left_out(change, tmp_path):
-    good = score_choices(PIQA, [Likelihood(-1.0, 2, False, 0), Likelihood(-2.0, 1, False, 0)])
-    with Answers(tmp_path, "piqa", {"a": 1}) as answers:
-        answers.add(0, good)
-        answers.add(1, good)
-    (path,) = tmp_path.iterdir()
-    header, first, last = path.read_bytes().splitlines()
+    good, path, (header, first, last) = two_answers(tmp_path)
     record = {name: value for name, value in json.loads(first).items() if name != "crc32"}
     for changed, expected in ((record, {0: good, 1: good}), ({**record, **change}, {1: good})):
         text = json.dumps(changed)[:-1].encode()
