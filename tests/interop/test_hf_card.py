@@ -5,13 +5,12 @@ import re
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 import yaml
 
 import thoughtbubbles
 from helpers import lively_model
-from interop.finished_run import finished_run, model_in
+from interop.finished_run import model_in
 from interop.hf_models import config_of
 from thoughtbubbles.checkpoint import load, save_model
 from thoughtbubbles.distributed import World
@@ -20,16 +19,6 @@ from thoughtbubbles.evals.settings import Evaluation
 from thoughtbubbles.files import write_json
 from thoughtbubbles.interop.card import card, evaluation, evaluations
 from thoughtbubbles.interop.export import export
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    return finished_run(tmp_path_factory.mktemp("finished") / "run")
-
-
-@pytest.fixture
-def run(tmp_path, finished) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def front_matter(text: str) -> dict:

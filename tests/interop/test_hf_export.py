@@ -3,7 +3,6 @@
 import ast
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,7 +15,7 @@ from transformers.dynamic_module_utils import get_imports, get_relative_import_f
 
 import thoughtbubbles
 from helpers import SAME_ROW_FLOAT32, random_ids
-from interop.finished_run import finished_run, model_in
+from interop.finished_run import model_in
 from thoughtbubbles import cli
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.files import write_manifest
@@ -28,16 +27,6 @@ from thoughtbubbles.interop.remote_code import remote_code
 
 PROBE = Path(__file__).with_name("hf_remote_probe.py")
 KINDS = ("plain", "copy-3", "causal", "causal-residual", "block", "block-residual")
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    return finished_run(tmp_path_factory.mktemp("finished") / "run")
-
-
-@pytest.fixture
-def run(tmp_path, finished) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 # ---- the exported code ----------------------------------------------------------------------------------------------
