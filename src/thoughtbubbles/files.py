@@ -16,7 +16,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 MANIFEST = "manifest.json"
+SHIPPED = "bubbles-7m"  # the model that comes with the package
 CHUNK_BYTES = 1 << 24  # per checksum call
+
+
+def shipped_model() -> Path:
+    return Path(__file__).parent / "assets" / SHIPPED
 
 
 # Reading

@@ -169,7 +169,7 @@ def _alike() -> bytes:
 def encoded(path: Path) -> int:
     value = 0
     for chunk in read_chunks(find_inputs([str(path)])):
-        found = encode_chunk(chunk, "bytes")
+        found = encode_chunk(chunk, BYTES)
         if found.error is not None:
             raise ValueError(found.error)
         value = zlib.crc32(found.tokens.tobytes() + found.mask.tobytes() + found.n_tokens.tobytes(), value)

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thoughtbubbles.data.compressed import extra
-from thoughtbubbles.data.records import Document, Part, read_record
+from thoughtbubbles.data.records import Document, Example, Part, read_record
 from thoughtbubbles.data.shards import Kind
 from thoughtbubbles.data.sources import Chunk, one_line
-from thoughtbubbles.data.tokenizer import Tokenizer, tokenizer
+from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.files import parse_json
 
 
@@ -41,33 +41,24 @@ def encode_parts(tok: Tokenizer, parts: Sequence[Part]) -> tuple[np.ndarray, np.
     return np.concatenate(ids), np.concatenate(mask)
 
 
-def encode_chunk(chunk: Chunk, tokenizer_name: str) -> Encoded:
-    tok = tokenizer(tokenizer_name)
+def encode_chunk(chunk: Chunk, tok: Tokenizer) -> Encoded:
     kind: Kind | None = None
     tokens, masks, n_bytes, keys, skipped, error = [], [], [], [], 0, None
     try:
-        for where, record in _records(chunk):
-            try:
-                found = read_record(record)
-            except ValueError as problem:
-                raise ValueError(f"{where}: {problem}") from None
+        for found in read_documents(chunk):
             if found is None:
                 skipped += 1
                 continue
-            this: Kind = "text" if isinstance(found, Document) else "examples"
-            kind = kind or this
-            if this != kind:
-                raise ValueError(f"{where}: {mixed(kind, this)}")
+            kind = kind or kind_of(found)
             if isinstance(found, Document):
                 ids = np.append(tok.encode_array(found.text), np.uint16(tok.end_of_text))
-                text = key = _bytes(found.text)
+                n_bytes.append(len(_bytes(found.text)))
             else:
                 ids, mask = encode_parts(tok, found.parts)
-                text, key = b"".join(_bytes(part.text) for part in found.parts), _bytes(found.key)
+                n_bytes.append(sum(len(_bytes(part.text)) for part in found.parts))
                 masks.append(mask)
             tokens.append(ids)
-            n_bytes.append(len(text))
-            keys.append(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()))
+            keys.append(key_of(found))
     except ValueError as problem:
         error = str(problem)
     return Encoded(
@@ -80,6 +71,31 @@ def encode_chunk(chunk: Chunk, tokenizer_name: str) -> Encoded:
         skipped,
         error,
     )
+
+
+def read_documents(chunk: Chunk) -> Iterator[Document | Example | None]:
+    """The documents, or examples, of a chunk, all of one kind; None for a record with nothing to learn."""
+    kind: Kind | None = None
+    for where, record in _records(chunk):
+        try:
+            found = read_record(record)
+        except ValueError as problem:
+            raise ValueError(f"{where}: {problem}") from None
+        if found is not None:
+            kind = kind or kind_of(found)
+            if kind_of(found) != kind:
+                raise ValueError(f"{where}: {mixed(kind, kind_of(found))}")
+        yield found
+
+
+def kind_of(found: Document | Example) -> Kind:
+    return "text" if isinstance(found, Document) else "examples"
+
+
+def key_of(found: Document | Example) -> int:
+    """64 bits that decide the split, equal for documents that must be in the same one."""
+    text = found.text if isinstance(found, Document) else found.key
+    return int.from_bytes(hashlib.blake2b(_bytes(text), digest_size=8).digest())
 
 
 def mixed(first: Kind, second: Kind) -> str:

@@ -3,6 +3,7 @@
     prepare.json       the journal: the settings, the position in the sources, the complete shards
     train-00003.tail   the tokens of train after its first 3 shards, up to the length in the journal
     train-00002.bin    complete shards, see shards.py
+    tokenizer.json, tokenizer_config.json    the tokenizer, unless it is one that has a name
 
 Saving flushes the tails to disk and then replaces the journal atomically. Resuming truncates the tails to the length in
 the journal and reads the sources from the journal's position: the result is byte-identical to an uninterrupted one. At
@@ -36,7 +37,7 @@ from thoughtbubbles.data.shards import (
     write_sealed,
 )
 from thoughtbubbles.data.shards import write_index as write_dataset_index
-from thoughtbubbles.data.tokenizer import Tokenizer, tokenizer
+from thoughtbubbles.data.tokenizer import CONFIG, DEFINITION, TRAINED, Tokenizer, load_tokenizer, saved_tokenizer
 from thoughtbubbles.files import read_object, short_name
 
 JOURNAL = "prepare.json"
@@ -182,6 +183,12 @@ class OutputFolder:
         else:
             self._open(self.state.kind)
 
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the settings; None for a vocabulary that has not been trained yet."""
+        if (name := str(self._settings["tokenizer"])) != TRAINED:
+            return saved_tokenizer(name, self._folder)
+        return load_tokenizer(self._folder) if (self._folder / CONFIG).exists() else None
+
     @property
     def documents(self) -> int:
         return sum(counts.documents for counts in self.state.counts.values())
@@ -243,7 +250,8 @@ class OutputFolder:
 
     def abandon(self) -> None:
         """Removes everything, if there was nothing to prepare."""
-        self._remove(self._folder.glob("*.bin"), keep=set())
+        for name in ("*.bin", CONFIG, DEFINITION):
+            self._remove(self._folder.glob(name), keep=set())
         tidy(self._folder)
         with contextlib.suppress(OSError):
             self._folder.rmdir()
@@ -251,7 +259,8 @@ class OutputFolder:
     def _open(self, kind: Kind | None) -> None:
         if kind is not None:
             size, state = int(self._settings["shard_tokens"]), self.state
-            tok = tokenizer(str(self._settings["tokenizer"]))
+            tok = self.tokenizer()
+            assert tok is not None, "a vocabulary is trained before the first document is encoded"
             _check_shards(self._folder, Index(kind, tok.name, tok.end_of_text, tok.size, state.shards))
             self._splits = {
                 s: Split(self._folder, s, kind=kind, shard_tokens=size, shards=state.shards[s], tail=state.tails[s])

@@ -26,16 +26,18 @@ from typing import Any
 
 from thoughtbubbles.data.encode import Encoded, encode_chunk
 from thoughtbubbles.data.output import SPLITS, OutputFolder, finished
-from thoughtbubbles.data.progress import PrepareProgress
+from thoughtbubbles.data.progress import PrepareProgress, VocabularyProgress
 from thoughtbubbles.data.shards import SMALL_VALIDATION, Index
 from thoughtbubbles.data.sources import Chunk, Input, find_inputs, fingerprint, read_chunks
-from thoughtbubbles.data.tokenizer import Tokenizer
-from thoughtbubbles.data.tokenizer import tokenizer as find_tokenizer
-from thoughtbubbles.files import locked, named, reason, short_name
+from thoughtbubbles.data.tokenizer import NAMED, TRAINED, Tokenizer, load_tokenizer, save_tokenizer
+from thoughtbubbles.data.tokenizer import tokenizer as named_tokenizer
+from thoughtbubbles.data.vocabulary import LEAST, MOST, train_vocabulary, training_texts
+from thoughtbubbles.files import SHIPPED, locked, named, reason, shipped_model, short_name
 
 PATIENCE = 5.0  # seconds without a result before checking that all processes are alive
 AHEAD = 3  # chunks in flight per process
 SAVE_SECONDS = 10.0  # the most work that an interruption can lose
+VOCAB_SIZE = 8192  # of a vocabulary to train
 VAL_FRACTION = 0.005  # fraction of the documents, if no validation set is given
 MOST_PROCESSES = 1024
 MOST_SHARD_TOKENS = 1 << 32
@@ -43,6 +45,7 @@ MUCH = 10**8  # tokens: enough for one of the paper's models
 NEXT = {  # recipes to suggest: name, context length, and minimum number of tokens
     "bytes": (("tiny", 128, 0),),
     "gpt2": (("150m-r2", 512, MUCH), ("small-gpt2", 256, 0)),
+    TRAINED: (("bubbles-7m", 512, 0),),
 }
 AGAIN = "run the same command again to resume"
 
@@ -53,6 +56,7 @@ def prepare(
     *,
     out: Path,
     tokenizer: str = "gpt2",
+    vocab_size: int | None = None,
     processes: int | None = None,
     val: tuple[str, ...] = (),
     val_fraction: float | None = None,
@@ -67,7 +71,10 @@ def prepare(
         sources: Files (.txt, .md, .jsonl, .jsonl.gz, .jsonl.xz, .jsonl.zst, .parquet), folders of them, or public
             datasets by name: openwebtext, pes2o, fineweb, smoltalk, mmlu, gsm8k, gsm8k-aug.
         out: The folder to write.
-        tokenizer: gpt2 or bytes.
+        tokenizer: gpt2; bytes; bubbles-7m, that of the model in the package; bpe, to train a vocabulary on these sources
+            first (byte-pair encoding of bytes, kept in the folder); or a folder that has a tokenizer: a prepared one,
+            or a model's.
+        vocab_size: Ids of a vocabulary to train (--tokenizer bpe). Default: 8192.
         processes: Number of processes that tokenize. Default: one per processor.
         val: The validation set: files, folders or names whose documents all become the split val. The other sources
             are then all training data.
@@ -78,7 +85,7 @@ def prepare(
     """
     _check(sources=sources, val=val, val_fraction=val_fraction)
     _check_numbers(processes=processes, shard_tokens=shard_tokens, limit=limit)
-    tok = find_tokenizer(tokenizer)
+    tok, vocab_size = _find_tokenizer(tokenizer, vocab_size)
     train_inputs, val_inputs = find_inputs(sources), find_inputs(val) if val else []
     _refuse_overlap(train_inputs, val_inputs)
     inputs = [*val_inputs, *train_inputs]
@@ -86,7 +93,8 @@ def prepare(
         "sources": list(sources),
         "val": list(val),
         "inputs": fingerprint(inputs),
-        "tokenizer": tokenizer,
+        "tokenizer": TRAINED if tok is None else tok.name,
+        "vocab_size": vocab_size,
         "val_fraction": (0.0 if val else VAL_FRACTION) if val_fraction is None else val_fraction,
         "shard_tokens": shard_tokens,
         "limit": limit,
@@ -102,6 +110,30 @@ def prepare(
             index = _run(out, settings, inputs, tok, n_val=len(val_inputs), processes=processes or _processors())
     _summarize(out, index)
     return index
+
+
+def _find_tokenizer(given: str, vocab_size: int | None) -> tuple[Tokenizer | None, int | None]:
+    """The tokenizer, or None and the size of the vocabulary to train."""
+    if given == TRAINED:
+        size = VOCAB_SIZE if vocab_size is None else vocab_size
+        if type(size) is not int or not LEAST <= size <= MOST:
+            raise ValueError(f"vocab_size = {short_name(repr(size))}: give a whole number from {LEAST} to {MOST:,}")
+        return None, size
+    if vocab_size is not None:
+        raise ValueError(
+            f"vocab_size = {short_name(repr(vocab_size))}: only for a vocabulary that is trained here (--tokenizer "
+            f"{TRAINED}); leave it out"
+        )
+    if not isinstance(given, str):
+        raise ValueError(f"tokenizer = {short_name(repr(given))}: give a string")
+    if given in NAMED:
+        return named_tokenizer(given), None
+    if (folder := shipped_model() if given == SHIPPED else Path(given)).is_dir():
+        return load_tokenizer(folder), None
+    raise ValueError(
+        f"tokenizer = {short_name(repr(given))}: choose from {', '.join((*NAMED, SHIPPED))} and {TRAINED} (trains one), "
+        "or give a folder that has a tokenizer"
+    )
 
 
 def _check(*, sources: tuple[str, ...], val: tuple[str, ...], val_fraction: float | None) -> None:
@@ -144,15 +176,21 @@ def _refuse_overlap(train: Sequence[Input], val: Sequence[Input]) -> None:
 
 
 def _run(
-    out: Path, settings: dict[str, Any], inputs: Sequence[Input], tok: Tokenizer, *, n_val: int, processes: int
+    out: Path, settings: dict[str, Any], inputs: Sequence[Input], tok: Tokenizer | None, *, n_val: int, processes: int
 ) -> Index:
     with _writing(out):
         output = OutputFolder(out, settings)
+        tok = tok or output.tokenizer()
+    if tok is None:
+        tok = _train_tokenizer(settings, inputs[n_val:])
+    if tok.name not in NAMED:
+        with _writing(out):
+            save_tokenizer(tok, out)
     with PrepareProgress(inputs, resumed=output.documents if output.resumed else None) as progress:
         _fill(
             output,
             read_chunks(inputs, at=output.state.place[0], start=output.state.place[1]),
-            tok.name,
+            tok,
             processes=processes,
             n_val=n_val,
             limit=settings["limit"],
@@ -168,10 +206,18 @@ def _run(
         return output.finish(tok)
 
 
+def _train_tokenizer(settings: dict[str, Any], inputs: Sequence[Input]) -> Tokenizer:
+    with VocabularyProgress(inputs) as progress:
+        texts = training_texts(
+            inputs, val_fraction=settings["val_fraction"], limit=settings["limit"], report=progress.update
+        )
+        return train_vocabulary(texts, size=settings["vocab_size"])
+
+
 def _fill(
     output: OutputFolder,
     chunks: Iterator[Chunk],
-    tokenizer: str,
+    tok: Tokenizer,
     *,
     processes: int,
     n_val: int,
@@ -183,7 +229,7 @@ def _fill(
     counted = output.state.counts["train"].documents if n_val else output.documents
     left = sys.maxsize if limit is None else limit - counted
     saved, shards, place = time.monotonic(), output.n_shards, output.state.place
-    with contextlib.closing(output), contextlib.closing(_encode(chunks, tokenizer, processes)) as encoded:
+    with contextlib.closing(output), contextlib.closing(_encode(chunks, tok, processes)) as encoded:
         try:
             for chunk, found in encoded if left else ():
                 split = None if not n_val else "val" if chunk.input < n_val else "train"
@@ -227,11 +273,11 @@ def _first(found: Encoded, n: int) -> Encoded:
     )
 
 
-def _encode(chunks: Iterable[Chunk], tokenizer: str, processes: int) -> Generator[tuple[Chunk, Encoded], None, None]:
+def _encode(chunks: Iterable[Chunk], tok: Tokenizer, processes: int) -> Generator[tuple[Chunk, Encoded], None, None]:
     """Each chunk with its tokens, in order; with one process, in this one."""
     if processes == 1:
         for chunk in chunks:
-            yield chunk, encode_chunk(chunk, tokenizer)
+            yield chunk, encode_chunk(chunk, tok)
         return
     waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
     # Spawned, not forked: a fork would share this process's threads and open files.
@@ -240,12 +286,12 @@ def _encode(chunks: Iterable[Chunk], tokenizer: str, processes: int) -> Generato
             processes,
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_start_worker,
-            initargs=(tokenizer,),
+            initargs=(tok,),  # building it takes a moment: here, not with the first chunk
         )
     try:
         for chunk in chunks:
             with named(f"--processes {processes}", "give fewer"):  # submit starts processes on demand
-                waiting.append((chunk._replace(payload=None), pool.submit(encode_chunk, chunk, tokenizer)))
+                waiting.append((chunk._replace(payload=None), pool.submit(encode_chunk, chunk, tok)))
             if len(waiting) > AHEAD * processes:
                 chunk, future = waiting.popleft()
                 yield chunk, _result(pool, future)
@@ -271,10 +317,9 @@ def _result(pool: ProcessPoolExecutor, future: Future[Encoded]) -> Encoded:
         raise BrokenProcessPool("a process died while sending its result")
 
 
-def _start_worker(tokenizer: str) -> None:
+def _start_worker(_: Tokenizer) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends the others
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    find_tokenizer(tokenizer)
 
 
 def _end_with_parent() -> None:
@@ -329,8 +374,11 @@ def _summarize(out: Path, index: Index) -> None:
 
 def _next_command(out: Path, index: Index) -> str:
     n_tokens = sum(shard.n_tokens for shard in index.splits["train"])
-    recipe, block_size = next((name, size) for name, size, least in NEXT[index.tokenizer] if n_tokens >= least)
+    known = NEXT.get(index.tokenizer, NEXT[TRAINED])
+    recipe, block_size = next((name, size) for name, size, least in known if n_tokens >= least)
     words = ["thoughtbubbles", "train", recipe, "--data.mixture", f"{out}=1" if "=" in str(out) else str(out)]
     if index.kind == "text" and n_tokens <= block_size:  # too few for one window of the recipe's context length
         words += ["--model.block-size", str(1 << (n_tokens - 1).bit_length() - 1)]
+    if index.tokenizer not in NEXT and index.vocab_size > VOCAB_SIZE:
+        words += ["--model.vocab-size", str(-(-index.vocab_size // 64) * 64)]
     return shlex.join(words)

@@ -2,16 +2,19 @@
 
     gpt2     GPT-2's byte-pair encoding: 256 bytes, 50,000 merges in order of their rank, and end-of-text (50256)
     bytes    every byte is its own id (0 … 255), and end-of-text (256): for tiny models and tests
+    a folder with one of these, or with a byte-pair encoding of its own (vocabulary.py trains one)
 
-`gpt2` is built from the list of merges that ships with the package: the ids of single bytes follow from the order in
-which GPT-2 maps bytes to printable characters, every other id from the position of its merge. Text that spells a
+A byte-pair encoding is defined by its list of merges (that of `gpt2` ships with the package): the ids of single bytes
+follow from the order in which GPT-2 maps bytes to printable characters, every other id from the position of its merge.
+One that was trained is named after its size and a hash of its merges, so equal names mean equal ids. Text that spells a
 special token, such as "<|endoftext|>" in a document, is encoded as ordinary text.
 """
 
 import gzip
+import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
@@ -25,7 +28,8 @@ from thoughtbubbles.files import named, read_object, short_name, write_atomicall
 
 END_OF_TEXT = "<|endoftext|>"
 NAME_FIELD = "thoughtbubbles_tokenizer"
-CONFIG = "tokenizer_config.json"
+CONFIG, DEFINITION = "tokenizer_config.json", "tokenizer.json"
+TRAINED = "bpe"  # how names of trained encodings begin
 
 # GPT-2's pattern that splits text into words, with possessive quantifiers, which backtrack less.
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -33,6 +37,7 @@ GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++
 # Python counts four control characters as white space that the pattern above does not.
 WHITE = r"[^\S\x1c-\x1f]"
 LONG_WHITE = 1 << 16
+MOST_MERGES = (1 << 16) - 257  # ids are uint16 on disk
 
 
 class Tokenizer:
@@ -81,22 +86,23 @@ class Bytes(Tokenizer):
         super().__init__("bytes", [bytes([b]) for b in range(256)])
 
     def encode_array(self, text: str) -> np.ndarray:
-        return np.frombuffer(_whole_characters(text).encode(), dtype=np.uint8).astype(np.uint16)
+        return np.frombuffer(whole_characters(text).encode(), dtype=np.uint8).astype(np.uint16)
 
     def _hugging_face_model(self) -> tuple[dict[str, int], list[str], bool]:
         return dict(byte_characters()), [], False
 
 
-class GPT2(Tokenizer):
-    def __init__(self) -> None:
-        packed = files("thoughtbubbles").joinpath("assets", "gpt2-vocab.bpe.gz").read_bytes()
-        self._merges = gzip.decompress(packed).decode().split("\n")[1:-1]  # the first line is the version
+class BPE(Tokenizer):
+    """Byte-pair encoding of bytes within words, which GPT-2's pattern finds."""
+
+    def __init__(self, name: str, merges: Sequence[str]):
+        """`merges`: pairs of tokens in printable characters, such as "Ġ t", in order of their rank."""
+        self.merges = list(merges)
         to_byte = {ord(character): chr(byte) for character, byte in byte_characters().items()} | {ord(" "): ""}
-        written = [*byte_characters(), *self._merges]
-        table = [token.translate(to_byte).encode("latin-1") for token in written]
-        super().__init__("gpt2", table)
+        table = [token.translate(to_byte).encode("latin-1") for token in [*byte_characters(), *self.merges]]
+        super().__init__(name, table)
         self._encoding = tiktoken.Encoding(
-            "gpt2",
+            name,
             pat_str=GPT2_WORDS,
             mergeable_ranks={token: rank for rank, token in enumerate(table)},
             special_tokens={END_OF_TEXT: self.end_of_text},  # never encoded, but encoding is slower without any
@@ -104,30 +110,49 @@ class GPT2(Tokenizer):
         )
 
     def encode_array(self, text: str) -> np.ndarray:
-        parts = [self._encode_part(part) for part in _split_long_white(_whole_characters(text))]
+        parts = [self._encode_part(part) for part in _split_long_white(whole_characters(text))]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _encode_part(self, text: str) -> np.ndarray:
         return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return super().__reduce__() if self.name in NAMED else (_trained, (self.name, "\n".join(self.merges)))
+
     def _hugging_face_model(self) -> tuple[dict[str, int], list[str], bool]:
-        vocabulary = [*byte_characters(), *(merge.replace(" ", "") for merge in self._merges)]
-        return {token: i for i, token in enumerate(vocabulary)}, self._merges, True
+        vocabulary = [*byte_characters(), *(merge.replace(" ", "") for merge in self.merges)]
+        return {token: i for i, token in enumerate(vocabulary)}, self.merges, True
 
 
-KINDS: dict[str, type[Bytes] | type[GPT2]] = {"gpt2": GPT2, "bytes": Bytes}
+def _gpt2() -> BPE:
+    packed = files("thoughtbubbles").joinpath("assets", "gpt2-vocab.bpe.gz").read_bytes()
+    return BPE("gpt2", gzip.decompress(packed).decode().split("\n")[1:-1])  # the first line is the version
+
+
+NAMED: dict[str, Callable[[], Tokenizer]] = {"gpt2": _gpt2, "bytes": Bytes}
 
 
 def tokenizer(name: str) -> Tokenizer:
     """A tokenizer by name, built once per process."""
-    if not isinstance(name, str) or name not in KINDS:
-        raise ValueError(f"tokenizer = {short_name(repr(name))}: choose from {', '.join(KINDS)}")
+    if not isinstance(name, str) or name not in NAMED:
+        raise ValueError(f"tokenizer = {short_name(repr(name))}: choose from {', '.join(NAMED)}")
     return _build(name)
 
 
 @cache
 def _build(name: str) -> Tokenizer:
-    return KINDS[name]()
+    return NAMED[name]()
+
+
+def trained(merges: Sequence[str]) -> Tokenizer:
+    """The byte-pair encoding with these merges, named after them."""
+    written = "\n".join(merges)
+    return _trained(f"{TRAINED}-{257 + len(merges)}-{hashlib.sha256(written.encode()).hexdigest()[:8]}", written)
+
+
+@cache
+def _trained(name: str, merges: str) -> Tokenizer:
+    return BPE(name, merges.split("\n") if merges else ())
 
 
 @cache
@@ -138,7 +163,7 @@ def byte_characters() -> dict[str, int]:
     return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
 
 
-def _whole_characters(text: str) -> str:
+def whole_characters(text: str) -> str:
     """Replaces lone surrogates, which JSON allows and UTF-8 does not, by replacement characters."""
     try:
         text.encode()
@@ -201,19 +226,57 @@ def save_tokenizer(tok: Tokenizer, folder: Path, *, max_length: int | None = Non
         NAME_FIELD: tok.name,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (("tokenizer.json", definition), (CONFIG, config)):
+    for name, content in ((DEFINITION, definition), (CONFIG, config)):
         write_atomically(folder / name, [(json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode()])
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that `save_tokenizer` wrote."""
     path, remedy = folder / CONFIG, "give the folder of a model saved by Thoughtbubbles"
     with named(path, remedy):
         if not path.exists() and not path.is_symlink():
             raise ValueError(f"{short_name(path)} is missing: {remedy}")
     name = read_object(path, remedy=remedy).get(NAME_FIELD)
-    if not isinstance(name, str) or name not in KINDS:
+    if isinstance(name, str) and name in NAMED:
+        return tokenizer(name)
+    if not isinstance(name, str) or not name.startswith(f"{TRAINED}-"):
         raise ValueError(
             f"{short_name(path)} does not name one of our tokenizers in the field {NAME_FIELD!r} (it is "
-            f"{short_name(repr(name))}, the tokenizers are {', '.join(KINDS)}): {remedy}"
+            f"{short_name(repr(name))}, the tokenizers are {', '.join(NAMED)}, or {TRAINED}-… for a trained one): "
+            f"{remedy}"
         )
-    return tokenizer(name)
+    found = trained(_merges(folder / DEFINITION))
+    if found.name != name:
+        raise ValueError(
+            f"{short_name(folder / DEFINITION)} is not the tokenizer {name!r} that {CONFIG} names (its merges make "
+            f"{found.name!r}): it is damaged, copy it again"
+        )
+    return found
+
+
+def saved_tokenizer(name: str, folder: Path) -> Tokenizer:
+    """The tokenizer with this name: one that was trained is read from the folder."""
+    if name in NAMED or not name.startswith(f"{TRAINED}-"):
+        return tokenizer(name)
+    found = load_tokenizer(folder)
+    if found.name != name:
+        raise ValueError(f"{short_name(folder / CONFIG)} has the tokenizer {found.name!r}, not {name!r}")
+    return found
+
+
+def _merges(path: Path) -> list[str]:
+    """The list of merges in a tokenizer.json, each written as one string or, by Hugging Face, as a pair."""
+    remedy = "it is damaged, copy it again"
+    model = read_object(path, remedy=remedy).get("model")
+    merges = model.get("merges") if isinstance(model, dict) else None
+    if not isinstance(merges, list) or len(merges) > MOST_MERGES:
+        raise ValueError(f"{short_name(path)} has no list of merges: {remedy}")
+    characters, found = set(byte_characters()), []
+    for merge in merges:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(p, str) and p for p in pair)):
+            raise ValueError(f"{short_name(path)} has the merge {short_name(repr(merge))}, which is no pair: {remedy}")
+        if not characters.issuperset("".join(pair)):
+            raise ValueError(f"{short_name(path)} has the merge {short_name(repr(merge))}, which is not bytes: {remedy}")
+        found.append(" ".join(pair))
+    return found

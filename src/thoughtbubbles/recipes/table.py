@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thoughtbubbles.model.config import ModelConfig
-from thoughtbubbles.model.cost import Cost, cost
+from thoughtbubbles.model.cost import cost
 from thoughtbubbles.recipes import RECIPES
 from thoughtbubbles.train.config import ComputeConfig, DataConfig, EvalConfig, LogConfig, RunConfig, SaveConfig
 from thoughtbubbles.train.dry_run import check_run
@@ -42,15 +42,15 @@ def show_recipes() -> None:
         for name, recipe in members:
             config = recipe.make()
             found = cost(config.model)
-            flops = expected_flops(config, found)
+            flops = expected_flops(config)
             table.add_row(f"  {name}", f"{found.parameters:,}", _short(config.tokens), _short(flops), recipe.summary)
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table, Text(OPTIONS), soft_wrap=True)
 
 
-def expected_flops(config: RunConfig, found: Cost) -> float:
+def expected_flops(config: RunConfig) -> float:
     """Forward and backward over all steps, as counted everywhere."""
-    return config.steps * config.rows * float(found.flops)
+    return config.steps * config.rows * config.flops_per_row
 
 
 def _short(n: int | float) -> str:
@@ -96,7 +96,7 @@ def dry_run(config: RunConfig, *, resume: bool = False) -> Result:
             print(line)
         print(
             f"{config.name}: {found.parameters:,} parameters, {config.steps:,} steps of {config.tokens_per_step:,} "
-            f"tokens, {expected_flops(config, found) / 1e18:,.4g} EFLOP; all that the run needs was checked, and one "
+            f"tokens, {expected_flops(config) / 1e18:,.4g} EFLOP; all that the run needs was checked, and one "
             "step at reduced size went well"
         )
     return result

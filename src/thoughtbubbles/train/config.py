@@ -5,14 +5,17 @@ A run stays the same run when it is resumed after a kill, on another number of d
 """
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+import random
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from thoughtbubbles.data.loader import Source
 from thoughtbubbles.generate.sample import is_temperature
-from thoughtbubbles.model.budget import brief
+from thoughtbubbles.model.budget import Budget, brief
 from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.cost import cost
 from thoughtbubbles.train.fields import LARGEST, Count, check_kinds, option
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -136,6 +139,9 @@ class RunConfig:
     """Tokens to train on, rounded up to whole steps."""
     tokens_per_step: Count
     """Tokens per optimizer step over all devices (the batch size): a multiple of the context length (`block_size`)."""
+    budgets: tuple[float, ...] = ()
+    """Budgets (streams per token) to train with, such as 1 1.5 2 4: each step draws one at random, so that the model
+    works with all of them. Default: always the model's own, which validation always uses."""
     data: DataConfig = field(default_factory=DataConfig)
     """Training and validation data."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -177,6 +183,7 @@ class RunConfig:
         for entry in self.data.mixture:
             Source.parse(entry)
         self._check_optim()
+        self._check_budgets()
         for share in self.save.milestones:
             _require(0 < share <= 1, "save.milestones", share, "give fractions of the run between 0 and 1, such as 0.5")
         _require(self.eval.tokens >= block, "eval.tokens", self.eval.tokens, f"give at least one row, {block}")
@@ -203,6 +210,16 @@ class RunConfig:
         _require(0 <= optim.clip < math.inf, "optim.clip", optim.clip, "give 0 (no clipping) or more")
         _require(0 <= optim.weight_decay < math.inf, "optim.weight_decay", optim.weight_decay, "give 0 or more")
 
+    def _check_budgets(self) -> None:
+        _require(
+            not self.budgets or bool(self.model.fork_layers),
+            "budgets",
+            self.budgets,
+            "a model without fork layers has no budget; leave it out",
+        )
+        for budget in self.budgets:
+            Budget.of(budget, name="--budgets").check_range(self.model.block_size, name="--budgets")
+
     def _value(self, name: str) -> Any:
         group, _, field_name = name.rpartition(".")
         return getattr(getattr(self, group) if group else self, field_name)
@@ -215,6 +232,18 @@ class RunConfig:
     @property
     def steps(self) -> int:
         return -(-self.tokens // self.tokens_per_step)
+
+    def budget_of(self, step: int) -> float | None:
+        """The budget of step 0, 1, …, which depends only on it and on the seed; None: the model's own."""
+        if not self.budgets:
+            return None
+        return random.Random(f"budget {self.seed} {step}").choice(self.budgets)
+
+    @property
+    def flops_per_row(self) -> float:
+        """Forward and backward of a row, as counted everywhere; with several budgets, their mean."""
+        budgets = self.budgets or (self.model.budget,)
+        return fmean(cost(replace(self.model, budget=budget)).flops for budget in budgets)
 
     @property
     def folder(self) -> Path:

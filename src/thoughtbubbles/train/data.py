@@ -14,7 +14,7 @@ from thoughtbubbles.data.loader import IGNORED, Batch, Loader, Source, Validatio
 from thoughtbubbles.data.shards import SMALL_VALIDATION, has_split, open_dataset
 from thoughtbubbles.data.stdlib import write_stdlib
 from thoughtbubbles.data.synthetic import write_synthetic
-from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.data.tokenizer import saved_tokenizer
 from thoughtbubbles.distributed import World
 from thoughtbubbles.train.config import RunConfig
 
@@ -69,7 +69,7 @@ class RunData:
             for _, source, split in self.validation
         ]
         self._check(config.model.vocab_size)
-        self.tokenizer = tokenizer(self.loader.tokenizer)
+        self.tokenizer = saved_tokenizer(self.loader.tokenizer, sources[0].path)
         self.beginnings = self._beginnings()
         self.notes = self._notes(sources, is_given=bool(config.data.val))
         # A resumed run compares these: folders may have moved, but the indexes hold the checksums of all shards.

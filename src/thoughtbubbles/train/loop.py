@@ -23,7 +23,6 @@ from torch import Tensor
 
 from thoughtbubbles import __version__
 from thoughtbubbles.distributed import World, joined
-from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.fork import ForkRecord
 from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.data import RunData, StepInputs
@@ -64,6 +63,7 @@ class Launched(NamedTuple):
     step: int  # counted from 1
     numbers: AsyncScalars  # loss, gradient norm, real targets, and whether a rank was asked to stop
     lr: float
+    budget: float | None  # None: the model's own
     forks: tuple[ForkRecord, ...] | None  # of the last forward, if this step is logged
     lengths: Tensor
     n_tokens: int
@@ -136,7 +136,7 @@ class Trainer:
         self.log.start(config.as_dict(), done=self.done)
         self._announce()
         speed = Speed(
-            flops_per_token=cost(config.model).flops / config.model.block_size,
+            flops_per_token=config.flops_per_row / config.model.block_size,
             peak=peak_tflops(config.log, self.world.device),
             world=self.world.size,
             tokens=self.done * config.tokens_per_step,
@@ -224,11 +224,11 @@ class Trainer:
         last = len(inputs.micros) - 1
 
         total = torch.zeros((), device=device)
-        is_logged = config.logs_after(n + 1)
+        is_logged, budget = config.logs_after(n + 1), config.budget_of(n)
         for index, (ids, targets, lengths) in enumerate(inputs.micros):
             sync_gradients(self.model, index == last)
             micro = MicroBatch(ids, targets, lengths, shares[index])
-            passed = self.passes(micro, is_first=index == 0, trace=is_logged and index == last)
+            passed = self.passes(micro, is_first=index == 0, budget=budget, trace=is_logged and index == last)
             total = total + passed.loss
         loss, stop = self.world.total(torch.stack([total, torch.full_like(total, self._signal is not None)]))
         lr = learning_rate(config.optim, n, config.steps, self.warmup)
@@ -237,7 +237,7 @@ class Trainer:
         numbers = torch.stack([number.to(inputs.real.dtype) for number in (loss, norm, inputs.all_real, stop)])
         later = AsyncScalars(numbers)
         self._ahead = self.data.inputs(n + 1) if n + 1 < config.steps else None
-        return Launched(n + 1, later, lr, passed.forks if is_logged else None, lengths, ids.shape[1])
+        return Launched(n + 1, later, lr, budget, passed.forks if is_logged else None, lengths, ids.shape[1])
 
     def read(self, step: Launched) -> dict[str, Any]:
         """Loss, gradient norm and fork statistics of a step. Only here does the host wait for the device."""
@@ -245,6 +245,8 @@ class Trainer:
         self._stop = self._stop or stop > 0  # all ranks stop after the same step
         facts: dict[str, Any] = {"loss": loss, "targets": max(1, int(targets)), "lr": step.lr, "gradient_norm": norm}
         facts["skipped"] = not (math.isfinite(loss) and math.isfinite(norm))  # same rule as in the optimizer
+        if step.budget is not None:
+            facts["budget"] = step.budget
         if step.forks:
             facts["forks"] = fork_statistics(step.forks, step.lengths, step.n_tokens)
         return facts

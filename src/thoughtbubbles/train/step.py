@@ -5,8 +5,9 @@ between them, which adds up to several percent of the time; a CUDA graph launche
 addresses: inputs are copied to where the graph reads them, and gradients, loss and fork records stay where it writes
 them until the next replay.
 
-The first micro-batch of a step writes the gradients and the others add to them, so there are two graphs. Each is
-captured after the passes have run once without it, so that all kernels are compiled by then.
+The first micro-batch of a step writes the gradients and the others add to them, so there are two graphs, and two for
+each budget if a run draws them at random. Each is captured after the passes have run once without it, so that all
+kernels are compiled by then.
 """
 
 from collections.abc import Callable
@@ -54,6 +55,13 @@ class AsyncScalars:
         return self._numbers.tolist()
 
 
+class _Key(NamedTuple):
+    """What a graph is captured for."""
+
+    is_first: bool
+    budget: float | None
+
+
 class _Replay(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: MicroBatch
@@ -67,44 +75,52 @@ class ForwardBackward:
     ):
         """`join` waits for other users of the GPU at the start of a run; nothing else may use it during a capture."""
         self.model, self.products, self.graph, self._join = model, products, graph, join
-        self._replays: dict[bool, _Replay] = {}
-        self._has_run: set[bool] = set()
+        self._replays: dict[_Key, _Replay] = {}
+        self._has_run: set[_Key] = set()
 
-    def __call__(self, micro: MicroBatch, *, is_first: bool, trace: bool = False) -> MicroResult:
-        """Writes the gradients of `share` · loss to the parameters; adds to them unless `is_first`."""
-        if self.graph and self._can_replay(is_first):
-            return self._replayed(micro, is_first=is_first)
-        passed = self._run(micro, is_first=is_first, trace=trace)
+    def __call__(
+        self, micro: MicroBatch, *, is_first: bool, budget: float | None = None, trace: bool = False
+    ) -> MicroResult:
+        """Writes the gradients of `share` · loss to the parameters; adds to them unless `is_first`.
+
+        All micro-batches of a step have the same budget; None is the model's own.
+        """
+        key = _Key(is_first, budget)
+        if self.graph and self._can_replay(key):
+            return self._replayed(micro, key)
+        passed = self._run(micro, key, trace=trace)
         if not self._has_run:
             self._join()
-        self._has_run.add(is_first)
+        self._has_run.add(key)
         return passed
 
-    def _can_replay(self, is_first: bool) -> bool:
+    def _can_replay(self, key: _Key) -> bool:
         """The second graph must add to the gradients that the first one writes, so the first is captured before it."""
-        return is_first in self._has_run and (is_first or True in self._replays)
+        return key in self._has_run and (key.is_first or key._replace(is_first=True) in self._replays)
 
     def release(self) -> None:
         """Frees the gradients after the optimizer's step. Those of a graph stay at their addresses."""
         if not self._replays:
             self.model.zero_grad(set_to_none=True)
 
-    def _run(self, micro: MicroBatch, *, is_first: bool, trace: bool) -> MicroResult:
-        if is_first:
+    def _run(self, micro: MicroBatch, key: _Key, *, trace: bool) -> MicroResult:
+        if key.is_first:
             self.model.zero_grad(set_to_none=True)
         with self.products.bf16_copies():
             with self.products.autocast():
-                out = self.model(micro.ids, targets=micro.targets, lengths=micro.lengths, trace=trace)
+                out = self.model(
+                    micro.ids, targets=micro.targets, lengths=micro.lengths, budget=key.budget, trace=trace
+                )
             assert out.loss is not None
             share = out.loss * micro.share.to(out.loss.dtype)
             share.backward()
         return MicroResult(share.detach(), out.forks)
 
-    def _replayed(self, micro: MicroBatch, *, is_first: bool) -> MicroResult:
+    def _replayed(self, micro: MicroBatch, key: _Key) -> MicroResult:
         self.products.renew()
-        replay = self._replays.get(is_first)
+        replay = self._replays.get(key)
         if replay is None:
-            replay = self._replays[is_first] = self._capture(micro, is_first=is_first)
+            replay = self._replays[key] = self._capture(micro, key)
         for place, tensor in zip(replay.inputs, micro, strict=True):
             place.copy_(tensor, non_blocking=True)
         for parameter, gradient in zip(self.model.parameters(), replay.gradients, strict=True):
@@ -112,12 +128,14 @@ class ForwardBackward:
         replay.graph.replay()
         return replay.result
 
-    def _capture(self, micro: MicroBatch, *, is_first: bool) -> _Replay:
+    def _capture(self, micro: MicroBatch, key: _Key) -> _Replay:
         inputs = MicroBatch(*(tensor.clone() for tensor in micro))
         graph = torch.cuda.CUDAGraph()
         pool = next((other.graph.pool() for other in self._replays.values()), None)
         with torch.cuda.graph(graph, pool=pool):
-            result = self._run(inputs, is_first=is_first, trace=True)
+            result = self._run(inputs, key, trace=True)
         gradients = [parameter.grad for parameter in self.model.parameters()]
-        assert is_first or all(a is b for a, b in zip(gradients, self._replays[True].gradients, strict=True))
+        if not key.is_first:
+            written = self._replays[key._replace(is_first=True)].gradients
+            assert all(a is b for a, b in zip(gradients, written, strict=True))
         return _Replay(graph, inputs, result, gradients)

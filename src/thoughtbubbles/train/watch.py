@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 
 from thoughtbubbles.distributed import World
-from thoughtbubbles.model.cost import cost
 from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.log import Log
 from thoughtbubbles.train.profile import markdown, profile_steps, tables
@@ -66,7 +65,7 @@ class Watch:
 
     def _rates(self, seconds: float) -> dict[str, str]:
         config = self.config
-        flops = cost(config.model).flops * config.rows / self.world.size
+        flops = config.flops_per_row * config.rows / self.world.size
         rates = {
             "ms per step": f"{seconds * 1e3:.2f}",
             "tokens/s": f"{config.tokens_per_step / seconds:,.0f}",
