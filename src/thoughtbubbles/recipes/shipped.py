@@ -30,13 +30,13 @@ def shipped(form: str = "") -> RunConfig:
     return RunConfig(
         name=f"{SHIPPED}{form}",
         model=models[form],
-        tokens=1_300_000_000,
+        tokens=14_500 * 128 * 512,
         tokens_per_step=128 * 512,
         budgets=() if form else (1, 1.5, 2, 4),
         data=DataConfig(mixture=("data/bubbles",)),
-        optim=OptimConfig(lr=4e-3, warmup=0.02, floor=0.02),
+        optim=OptimConfig(lr=3e-3, warmup=0.02, floor=0.02),
         save=SaveConfig(every=0),
-        eval=EvalConfig(every=1000, tokens=1 << 19, sample_tokens=0),
+        eval=EvalConfig(every=1000, tokens=1 << 21, sample_tokens=0),
         log=LogConfig(every=50),
     )
 
