@@ -86,7 +86,7 @@ def training(run: Path) -> dict[str, Any]:
         "curve": {
             line["step"]: next(iter(line["validation_loss"].values())) for line in lines if "validation_loss" in line
         },
-        "forks": next((line["forks"] for line in reversed(steps) if line.get("budget") == 2), None),
+        "forks": next((line["forks"] for line in reversed(steps) if line.get("budget") == 2 and "forks" in line), None),
         "config": config,
         "versions": described["versions"],
         "commit": described["commit"],
