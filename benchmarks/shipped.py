@@ -98,7 +98,9 @@ def measure(
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"models": {}}
     twin: Tensor | None = None
-    for name in names[1:] + names[:1]:  # the twin first: others are compared with it
+    for name in sorted(
+        names, key=lambda name: not name.endswith("-plain")
+    ):  # the twin first: others are compared with it
         model, tokenizer = shipped(runs / name, device)
         if "text" not in found:
             text, n_tokens = text_of(data, tokenizer)

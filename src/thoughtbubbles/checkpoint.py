@@ -23,12 +23,14 @@ from thoughtbubbles import __version__
 from thoughtbubbles.data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from thoughtbubbles.files import (
     MANIFEST,
+    SHIPPED,
     damage,
     named,
     partial_folder,
     publish,
     read_object,
     reason,
+    shipped_model,
     short_name,
     write_json,
 )
@@ -94,9 +96,14 @@ def ids_of(tokenizer: Tokenizer) -> dict[str, int]:
     return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "n_ids": tokenizer.size}
 
 
-def load(folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Thoughtbubbles:
-    """Loads a model folder, a checkpoint (its model) or a run (the model of its newest checkpoint), in evaluation mode:
-    call `.train()` before training it."""
+def load(
+    folder: str | Path | None = None, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> Thoughtbubbles:
+    """Loads a model folder, a checkpoint (its model) or a run (the model of its newest checkpoint); by default the
+    model in the package. It is in evaluation mode: call `.train()` before training it.
+
+    dtype  of the weights; by default the one on disk, which is bfloat16 for the model in the package
+    """
     folder = find_model(folder)
     check_manifest(folder)
     config = read_config(folder)
@@ -109,13 +116,16 @@ def load(folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch
     return model.requires_grad_(True).eval()
 
 
-def load_folder_tokenizer(folder: str | Path) -> Tokenizer | None:
-    """The tokenizer of a model folder, if it has one."""
+def load_folder_tokenizer(folder: str | Path | None = None) -> Tokenizer | None:
+    """The tokenizer of a model folder, if it has one; by default of the model in the package."""
     folder = find_model(folder)
     return load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
 
 
-def find_model(path: str | Path) -> Path:
+def find_model(path: str | Path | None = None) -> Path:
+    """The model folder in a path. None, or its name unless there is a folder of that name: the one in the package."""
+    if path is None or (str(path) == SHIPPED and not Path(path).exists()):
+        return shipped_model()
     path = Path(path)
     with named(path, WANTED):
         newest = [step / "model" for step in checkpoints(path)[-1:]]

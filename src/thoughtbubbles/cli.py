@@ -16,8 +16,17 @@ if TYPE_CHECKING:
     from thoughtbubbles.evals.settings import Evaluation
 
 
+def or_shipped(checkpoint: Path | None) -> Path | None:
+    """The checkpoint that was given; without one, says which model is used."""
+    if checkpoint is None and int(os.environ.get("RANK", 0)) == 0:
+        from thoughtbubbles.files import SHIPPED
+
+        print(f"no --checkpoint: using {SHIPPED}, the model in the package", file=sys.stderr)
+    return checkpoint
+
+
 def inspect(
-    model: Annotated[str, tyro.conf.arg(metavar="MODEL")],
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None,
     /,
     *,
     tokens: int | None = None,
@@ -29,14 +38,18 @@ def inspect(
 
     Args:
         model: A size by name (nano, tiny, 150m, 319m, 772m, 1.9b; 150m-paper has the paper's block selection), or a
-            model folder, a checkpoint of a run, or a run (its newest checkpoint).
+            model folder, a checkpoint of a run, or a run (its newest checkpoint). Default: the model in the package.
         tokens: Tokens per row; by default the model's context length.
         rows: Rows per batch, for the memory that the backward needs.
         copies: The copy-N baselines to show; by default 3 and 5 for a size.
         budgets: The budgets (streams per token) to show; by default 2 and 4 for a size, the model's own for a folder.
     """
+    from thoughtbubbles.files import SHIPPED
     from thoughtbubbles.recipes.costs import inspect_model
 
+    if model is None:
+        print(f"no MODEL: using {SHIPPED}, the model in the package", file=sys.stderr)
+        model = SHIPPED
     inspect_model(model, tokens=tokens, rows=rows, copies=copies, budgets=budgets)
 
 
@@ -93,6 +106,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     from thoughtbubbles.evals.settings import Evaluation
 
     settings = tyro.cli(Evaluation, prog="thoughtbubbles eval", args=arguments)
+    or_shipped(settings.checkpoint)
     if settings.harness:
         _through_harness(settings)
         return
@@ -135,7 +149,7 @@ def generate(
     prompt: Annotated[str, tyro.conf.arg(metavar="PROMPT")] = "-",
     /,
     *,
-    checkpoint: Path,
+    checkpoint: Path | None = None,
     max_new: int | None = None,
     budget: Annotated[str | None, tyro.conf.arg(metavar="R")] = None,
     budget_mode: Literal["proportional", "fixed"] | None = None,
@@ -162,7 +176,8 @@ def generate(
     Args:
         prompt: The text to continue. Without it, or with -, it is read from standard input, less one newline at its
             end. Use that for a prompt that begins with a dash.
-        checkpoint: The model: its folder, a checkpoint of a run, or a run (its newest checkpoint).
+        checkpoint: The model: its folder, a checkpoint of a run, or a run (its newest checkpoint). Default: the one
+            in the package.
         max_new: Maximum number of new tokens; by default as many as fit in the model's context length.
         budget: Streams per token instead of the model's own, such as 2, 1.5 or 4/3. 1: no forks. At the largest bubble
             that the fork layers can make, or above it: no limit.
@@ -200,7 +215,7 @@ def generate(
     )
     write(
         Request(prompt=read_prompt(prompt), max_new=max_new, budget=budget, sampling=sampling, stop=stop, top=top),
-        checkpoint=checkpoint,
+        checkpoint=or_shipped(checkpoint),
         method=method,
         budget_mode=budget_mode,
         compiled=compile,
@@ -251,7 +266,9 @@ def bench(
     run(cases, device=device, rows=rows, tokens=tokens, repeats=repeats, data=data, out=out, quick=quick)
 
 
-def export(*, checkpoint: Path, out: Path, dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> None:
+def export(
+    *, checkpoint: Path | None = None, out: Path, dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+) -> None:
     """Write a model as a folder that is ready for the Hugging Face Hub.
 
     It has the weights, the tokenizer, a model card written from the run's own numbers, and the code of the model: with
@@ -259,7 +276,8 @@ def export(*, checkpoint: Path, out: Path, dtype: Literal["auto", "float32", "bf
     publish it, choose a licence in its README.md, then: hf upload NAME/MODEL DIR
 
     Args:
-        checkpoint: The model: its folder, a checkpoint of a run, or a run (its newest checkpoint).
+        checkpoint: The model: its folder, a checkpoint of a run, or a run (its newest checkpoint). Default: the one
+            in the package.
         out: The folder to write: a new or empty one, or that of an earlier export, which is replaced if nothing in it
             has been changed since.
         dtype: The dtype of the weights. auto: as they are.
@@ -269,7 +287,7 @@ def export(*, checkpoint: Path, out: Path, dtype: Literal["auto", "float32", "bf
     from thoughtbubbles.interop.export import export as write
 
     dtypes = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    print(f"written: {write(checkpoint, out=out, dtype=dtypes[dtype])}")
+    print(f"written: {write(or_shipped(checkpoint), out=out, dtype=dtypes[dtype])}")
 
 
 def import_authors(

@@ -71,9 +71,9 @@ def prepare(
         sources: Files (.txt, .md, .jsonl, .jsonl.gz, .jsonl.xz, .jsonl.zst, .parquet), folders of them, or public
             datasets by name: openwebtext, pes2o, fineweb, smoltalk, mmlu, gsm8k, gsm8k-aug.
         out: The folder to write.
-        tokenizer: gpt2; bytes; bubbles-7m, that of the model in the package; bpe, to train a vocabulary on these sources
-            first (byte-pair encoding of bytes, kept in the folder); or a folder that has a tokenizer: a prepared one,
-            or a model's.
+        tokenizer: gpt2; bytes; bubbles-7m, that of the model in the package; bpe, to first train a vocabulary on these
+            sources (byte-pair encoding of bytes, kept in the folder); or a folder that has a tokenizer: a prepared
+            one, or a model's.
         vocab_size: Ids of a vocabulary to train (--tokenizer bpe). Default: 8192.
         processes: Number of processes that tokenize. Default: one per processor.
         val: The validation set: files, folders or names whose documents all become the split val. The other sources
@@ -131,8 +131,8 @@ def _find_tokenizer(given: str, vocab_size: int | None) -> tuple[Tokenizer | Non
     if (folder := shipped_model() if given == SHIPPED else Path(given)).is_dir():
         return load_tokenizer(folder), None
     raise ValueError(
-        f"tokenizer = {short_name(repr(given))}: choose from {', '.join((*NAMED, SHIPPED))} and {TRAINED} (trains one), "
-        "or give a folder that has a tokenizer"
+        f"tokenizer = {short_name(repr(given))}: choose from {', '.join((*NAMED, SHIPPED))} and {TRAINED} (trains "
+        "one), or give a folder that has a tokenizer"
     )
 
 

@@ -277,6 +277,8 @@ def _merges(path: Path) -> list[str]:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(p, str) and p for p in pair)):
             raise ValueError(f"{short_name(path)} has the merge {short_name(repr(merge))}, which is no pair: {remedy}")
         if not characters.issuperset("".join(pair)):
-            raise ValueError(f"{short_name(path)} has the merge {short_name(repr(merge))}, which is not bytes: {remedy}")
+            raise ValueError(
+                f"{short_name(path)} has the merge {short_name(repr(merge))}, which is not bytes: {remedy}"
+            )
         found.append(" ".join(pair))
     return found

@@ -2,6 +2,7 @@
 
     RUN/eval/step-N/          of a checkpoint of a run; outside of it, so they outlive it and are not in its manifest
     MODEL/eval/               of a model folder
+    runs/bubbles-7m/eval/     of the model in the package
         answers/              saved answers, shared by all evaluations
         NAME/results.json     an evaluation and its figures; NAME describes it, with a checksum of what its numbers
                               depend on: weights, config, tokenizer, budgets, dtype, the questions and the text
@@ -24,7 +25,7 @@ from typing import Any
 from thoughtbubbles.checkpoint import NUMBERED, weight_files
 from thoughtbubbles.evals.settings import Evaluation
 from thoughtbubbles.evals.tasks import TASKS
-from thoughtbubbles.files import crc32, named, read_object, reason, short_name
+from thoughtbubbles.files import SHIPPED, crc32, named, read_object, reason, shipped_model, short_name
 
 RESULTS, ANSWERS = "results.json", "answers"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,150}")  # of a folder
@@ -34,6 +35,8 @@ FIGURES = ("perplexity.png", "benchmarks.png", "budgets.png", *(f"{task}-by-*.pn
 def home_of(folder: Path) -> Path:
     """The folder for evaluations of a model folder (from `find_model`), also if the path goes through links."""
     real = folder.resolve()
+    if real == shipped_model().resolve():  # an installed package is not a place for results
+        return Path("runs") / SHIPPED / "eval"
     folder = folder if folder.absolute() == real else real
     step = folder.parent
     return (

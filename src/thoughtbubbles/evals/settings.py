@@ -35,8 +35,8 @@ class Evaluation:
     reported with its reason, the others run, and the exit code is 1.
     """
 
-    checkpoint: Path
-    """A model folder, a checkpoint of a run, or a run (its newest checkpoint)."""
+    checkpoint: Path | None = None
+    """A model folder, a checkpoint of a run, or a run (its newest checkpoint). Default: the model in the package."""
     tasks: tuple[str, ...] = ("perplexity",)
     """What to evaluate: names from above; zero-shot (the paper's six: lambada, hellaswag, blimp, piqa, arc_easy,
     arc_challenge); or all (including perplexity if --data is given)."""
@@ -97,7 +97,8 @@ class Evaluation:
         if "perplexity" in self.names and self.data is None and not self.harness:
             raise ValueError(
                 "--data is missing: perplexity needs validation text; give a folder written by `thoughtbubbles "
-                "prepare`, or RUN/data/synthetic of a tiny run"
+                "prepare` (with --tokenizer bubbles-7m for the model in the package), or RUN/data/synthetic of a tiny "
+                "run"
             )
 
     @property

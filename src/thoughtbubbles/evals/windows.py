@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from thoughtbubbles.data.loader import Source, ValidationSet
-from thoughtbubbles.data.tokenizer import Tokenizer
+from thoughtbubbles.data.tokenizer import NAMED, Tokenizer
 from thoughtbubbles.evals.autoregressive import Windows
 from thoughtbubbles.evals.settings import Evaluation
-from thoughtbubbles.files import named, short_name
+from thoughtbubbles.files import SHIPPED, named, short_name
 from thoughtbubbles.model.config import ModelConfig
 
 
@@ -25,7 +25,7 @@ def windows_for(settings: Evaluation, config: ModelConfig, tokenizer: Tokenizer)
     if found.tokenizer != tokenizer.name:
         raise ValueError(
             f"--data {source.path}: made with tokenizer {found.tokenizer!r}, but the model was trained with "
-            f"{tokenizer.name!r}: prepare the text with --tokenizer {tokenizer.name}"
+            f"{tokenizer.name!r}: prepare the text with --tokenizer {_option(settings, tokenizer)}"
         )
     found.check_vocab(config.vocab_size)
     n_windows = min(settings.windows, len(found))
@@ -35,6 +35,11 @@ def windows_for(settings: Evaluation, config: ModelConfig, tokenizer: Tokenizer)
         for name in ("ids", "targets", "lengths")
     )
     return Windows.of(config, ids, targets=targets, lengths=lengths)
+
+
+def _option(settings: Evaluation, tokenizer: Tokenizer) -> str:
+    """How `prepare` is told to use this tokenizer: a trained one is in the model's folder."""
+    return tokenizer.name if tokenizer.name in NAMED else str(settings.checkpoint or SHIPPED)
 
 
 def text_bytes(windows: Windows, tokenizer: Tokenizer) -> int:

@@ -41,7 +41,7 @@ def read_prompt(given: str) -> str:
     elif sys.stdin.isatty():
         raise ValueError(
             "there is no prompt: give it as an argument, or through a pipe: echo 'Once upon a time' | thoughtbubbles "
-            "generate --checkpoint DIR"
+            "generate"
         )
     else:
         try:
@@ -69,7 +69,7 @@ class Reader:
     @classmethod
     def open(
         cls,
-        folder: Path,
+        folder: Path | None,
         request: Request,
         *,
         method: Method | None,
@@ -159,7 +159,7 @@ class Written(Completion):
 def write(
     request: Request,
     *,
-    checkpoint: Path,
+    checkpoint: Path | None = None,
     method: Method | None = None,
     budget_mode: BudgetMode | None = None,
     compiled: bool = False,

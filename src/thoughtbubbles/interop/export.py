@@ -28,7 +28,7 @@ from thoughtbubbles.interop.remote_code import AUTO_MAP, remote_code
 CARD, GENERATION = "README.md", "generation_config.json"
 
 
-def export(checkpoint: Path, *, out: Path, dtype: torch.dtype | None = None) -> Path:
+def export(checkpoint: Path | None = None, *, out: Path, dtype: torch.dtype | None = None) -> Path:
     """Writes the folder `out`; raises ValueError if it contains anything but an earlier export."""
     out = check_folder(out, option="--out")  # a link's target is replaced, not the link
     check_out(out)

@@ -28,7 +28,7 @@ MOST_DOCUMENTS = 2**40
 
 
 def run_harness(
-    checkpoint: str | Path,
+    checkpoint: str | Path | None = None,
     *,
     tasks: Sequence[str],
     data_dir: str | Path | None,

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thoughtbubbles.checkpoint import WANTED, check_manifest, check_weights, find_model, read_config, read_weights
-from thoughtbubbles.files import named
+from thoughtbubbles.files import SHIPPED, named
 from thoughtbubbles.generate.cache import cache_memory
 from thoughtbubbles.model.budget import Budget, brief
 from thoughtbubbles.model.config import ModelConfig
@@ -53,7 +53,7 @@ def find_config(model: str) -> tuple[ModelConfig, bool]:
         return ModelConfig.named(model), True
     except ValueError:
         with named(model, WANTED):
-            if not Path(model).exists():
+            if not Path(model).exists() and model != SHIPPED:
                 raise
     folder = find_model(model)
     check_manifest(folder)
