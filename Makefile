@@ -3,6 +3,7 @@
 # make test-all  that, and what is slow or heavy
 # make check     format, lint, types, import order
 # make format    rewrite the code in the project's format
+# make wheel     the wheel and the source distribution of a release, in dist/
 # Each sets up .venv by itself; PYTHON=python3.12 make test chooses the interpreter.
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # One worker a core; PYTEST_ARGS="-k loss" narrows a run down.
 PYTEST := $(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
 
-.PHONY: demo test test-all check format clean
+.PHONY: demo test test-all check format wheel clean
 
 demo: $(CORE)
 	@$(BIN)/thoughtbubbles demo
@@ -34,6 +35,10 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+wheel: $(READY)
+	rm -rf dist
+	$(BIN)/python -m hatchling build --directory dist
 
 # torch first and by itself: under the constraint pip takes one build of it, and nothing installed later replaces that.
 $(CORE): pyproject.toml constraints.txt

@@ -4,44 +4,58 @@
       thoughtbubbles train bubbles-7m$form --data.mixture DIR --out RUNS/bubbles-7m$form
     done
     python benchmarks/shipped.py measure --runs RUNS --data DIR
-    python benchmarks/shipped.py pack --runs RUNS          writes src/thoughtbubbles/assets/bubbles-7m
+    python benchmarks/shipped.py pack --runs RUNS     writes src/thoughtbubbles/assets/bubbles-7m: the model, run.json
+    python benchmarks/shipped.py card                 writes the model card there, README.md, from run.json
+    python benchmarks/shipped.py card --check         exit 1 if the card is not what would be written
 
 `measure` scores all of the validation text, in disjoint windows of the context length, with weights rounded to bfloat16
-as they are shipped, and products in float32.
+as they are shipped, and products in float32. `pack` takes its numbers from benchmarks/results.
 """
 
 import argparse
 import gzip
+import hashlib
 import json
 import lzma
 import math
-import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import write_results
+from common import RESULTS, write_results
 from torch import Tensor
 
 from thoughtbubbles import load
-from thoughtbubbles.checkpoint import load_folder_tokenizer
+from thoughtbubbles.checkpoint import WEIGHTS, load_tokenizer, save_model
 from thoughtbubbles.data.loader import Source, ValidationSet
 from thoughtbubbles.data.shards import open_dataset
 from thoughtbubbles.data.tokenizer import Tokenizer
-from thoughtbubbles.files import SHIPPED
+from thoughtbubbles.files import SHIPPED, shipped_model, write_json
+from thoughtbubbles.generate.requests import Request, generate
+from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.data import to_device
 
+RECORD = RESULTS / "shipped-nvidia-h200.json"
+EPOCH = 165_333_214  # tokens of the training text
+PROMPTS = ("The cell", "In the early nineteenth century, the", "It was a dark night, and the old man")
+CONTROL = {
+    False: f"The control, the same scores without forks (r = 1, recipe `{SHIPPED}-gate`), has not been trained yet.\n"
+    "Until it is, nothing here says how much of the lead is due to training with forks.",
+    True: "The control has the same scores and no forks: what it gains is due to the scores alone.",
+}
+TEMPLATE = Path(__file__).with_name("shipped_card.md")
 NAMES = (SHIPPED, f"{SHIPPED}-plain", f"{SHIPPED}-gate")
 BUDGETS = (1, 1.25, 1.5, 2, 4)
 
 
 def shipped(run: Path, device: str) -> tuple[Thoughtbubbles, Tokenizer]:
     """The model of a run as it is shipped: rounded to bfloat16."""
-    tokenizer = load_folder_tokenizer(run)
+    tokenizer = load_tokenizer(run)
     assert tokenizer is not None
     return load(run, dtype=torch.bfloat16).to(device, torch.float32).eval(), tokenizer
 
@@ -80,9 +94,6 @@ def training(run: Path) -> dict[str, Any]:
     return {
         "steps": steps[-1]["step"],
         "tokens": steps[-1]["tokens"],
-        "tokens_per_second": statistics.median(
-            line["tokens_per_second"] for line in steps if "tokens_per_second" in line
-        ),
         "curve": {
             line["step"]: next(iter(line["validation_loss"].values())) for line in lines if "validation_loss" in line
         },
@@ -127,19 +138,121 @@ def measure(
     return found
 
 
+def pack(run: Path) -> None:
+    """Writes the model folder and its run card: the measured numbers, samples, and the checksum of the weights."""
+    folder, record = shipped_model(), json.loads(RECORD.read_text())
+    model, tokenizer = load(run, dtype=torch.bfloat16), load_tokenizer(run)
+    assert tokenizer is not None
+    save_model(folder, model, tokenizer=tokenizer)
+    others = {name: about for name, about in record["models"].items() if name != SHIPPED}
+    own = record["models"][SHIPPED]
+    write_json(
+        folder / "run.json",
+        {
+            "model": SHIPPED,
+            "sha256": {WEIGHTS: hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()},
+            "measured": {name: record[name] for name in ("command", "commit", "machine", "torch")},
+            **own,
+            "others": others,
+            "text": record["text"],
+            "compressors": record["compressors"],
+            "samples": samples(load(folder, dtype=torch.float32), tokenizer),
+        },
+    )
+
+
+def samples(model: Thoughtbubbles, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    found = []
+    for prompt in PROMPTS:
+        request = Request(prompt=prompt, max_new=70, sampling=Sampling(temperature=0.7, seed=0))
+        (written,) = generate(model, [request], tokenizer=tokenizer)
+        found.append({"prompt": prompt, "text": written.text, "temperature": 0.7, "seed": 0})
+    return found
+
+
+def card(run: dict[str, Any]) -> str:
+    """The model card, in Markdown."""
+    own, shape, training = run["scores"], run["training"]["config"]["model"], run["training"]
+    plain = run["others"][f"{SHIPPED}-plain"]
+    twin = next(iter(plain["scores"].values()))
+    rows = [("plain twin, no forks", twin["nats"], twin["bits_per_byte"], None)]
+    if gate := run["others"].get(f"{SHIPPED}-gate"):
+        control = next(iter(gate["scores"].values()))
+        rows.append(
+            ("control: scores, no forks (r = 1)", control["nats"], control["bits_per_byte"], control["against_plain"])
+        )
+    rows += [
+        (f"{SHIPPED}, budget {budget}", each["nats"], each["bits_per_byte"], each["against_plain"])
+        for budget, each in own.items()
+    ]
+    lines = [
+        f"| {name} | {nats:.4f} | {bits:.4f} | {'' if gap is None else signed(gap)} |" for name, nats, bits, gap in rows
+    ]
+    lines += [f"| `{name}` of the same text | | {bits:.4f} | |" for name, bits in run["compressors"].items()]
+    best = {budget: each["against_plain"]["nats"] for budget, each in own.items()}
+    return TEMPLATE.read_text().format(
+        name=SHIPPED,
+        parameters=run["parameters"],
+        layers=shape["n_layer"],
+        width=shape["width"],
+        heads=shape["n_head"],
+        vocabulary=shape["vocab_size"],
+        context=shape["block_size"],
+        forks=", ".join(map(str, shape["fork_layers"])),
+        table="\n".join(lines),
+        tokens=training["tokens"] / 1e6,
+        steps=training["steps"],
+        epochs=training["tokens"] / EPOCH,
+        rows=training["config"]["tokens_per_step"] // shape["block_size"],
+        lr=training["config"]["optim"]["lr"],
+        budgets=", ".join(f"{budget:g}" for budget in training["config"]["budgets"]),
+        commit=run["measured"]["commit"],
+        machine=run["measured"]["machine"],
+        torch=run["measured"]["torch"],
+        command=run["measured"]["command"],
+        validation=run["text"]["tokens"],
+        bytes=run["text"]["bytes"] / 1e6,
+        gain=-best["2"],
+        dial=best["1"] - best["4"],
+        without=-best["1"],
+        control=CONTROL[gate is not None],
+        samples="\n\n".join(f"> **{each['prompt']}**{quoted(each['text'])}" for each in run["samples"]),
+        sha256=run["sha256"][WEIGHTS],
+    )
+
+
+def signed(difference: dict[str, float]) -> str:
+    return f"{difference['nats']:+.4f} ± {difference['standard_error']:.4f}".replace("-", "−")
+
+
+def quoted(text: str) -> str:
+    return text.strip("\n").replace("\n\n", "\n").replace("\n", "\n>\n> ") + " …"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["measure", "pack"])
-    parser.add_argument("--runs", type=Path, required=True, help="folder with the runs, named after their recipes")
+    parser.add_argument("action", choices=["measure", "pack", "card"])
+    parser.add_argument("--runs", type=Path, help="folder with the runs, named after their recipes")
     parser.add_argument("--data", type=Path, help="folder made by `thoughtbubbles prepare`")
     parser.add_argument("--names", nargs="*", default=list(NAMES), choices=NAMES)
     parser.add_argument("--budgets", type=float, nargs="*", default=list(BUDGETS))
     parser.add_argument("--batch", type=int, default=64, help="windows per forward")
+    parser.add_argument("--check", action="store_true", help="compare the card instead of writing it")
     parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = measure(args.runs, args.data, device=device, batch=args.batch, budgets=args.budgets, names=args.names)
-    print(write_results("shipped", device, found, to=args.out))
+    if (args.action != "card" and args.runs is None) or (args.action == "measure" and args.data is None):
+        parser.error(f"{args.action} needs --runs{' and --data' * (args.action == 'measure')}")
+    if args.action == "measure":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        found = measure(args.runs, args.data, device=device, batch=args.batch, budgets=args.budgets, names=args.names)
+        print(write_results("shipped", device, found, to=args.out))
+        return
+    if args.action == "pack":
+        pack(args.runs / SHIPPED)
+    written, path = card(json.loads((shipped_model() / "run.json").read_text())), shipped_model() / "README.md"
+    if args.check:
+        sys.exit(path.read_text(encoding="utf-8") != written and f"{path.name} is not written from run.json")
+    path.write_text(written, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -183,6 +183,7 @@ def effect_table() -> str:
     return "\n".join([*lines, "", *(f"- {record['machine']}: {source(record)}" for record in found)])
 
 
+CARD = "src/thoughtbubbles/assets/bubbles-7m/README.md"
 PAPER = [  # what, plain GPT and r = 2: the paper's tables on scaling, scale-up and wall-clock time
     ("perplexity, 150M parameters, 2.5B tokens of OpenWebText", "24.51", "23.78"),
     ("perplexity, 772M parameters, 2.5B tokens of OpenWebText", "21.22", "20.19"),
@@ -211,6 +212,7 @@ def readme_table() -> str:
             "| --- | --- | --- | --- | --- |",
             row(f"validation loss, 64M parameters, {tokens} tokens", "validation_loss", "{:.3f}"),
             row(f"training tokens/s in these runs, {gpu}", "tokens_per_second", "{:,.0f}"),
+            shipped_row(),
             f"| ours | forward + backward, 1.9b, 8 × 512 tokens, {gpu} | {passes['1.9b-plain']:.0f} ms | – | "
             f"{passes['1.9b-r2-causal-residual']:.0f} ms |",
             *(f"| paper | {what} | {plain} | – | {bubbles} |" for what, plain, bubbles in PAPER),
@@ -219,6 +221,21 @@ def readme_table() -> str:
             f"each. Forward + backward: [speed](docs/guides/speed.md#numbers), at {speed['commit']}.",
         ]
     )
+
+
+def shipped_row() -> str:
+    """The model in the package, at its own budget, beside its plain twin."""
+    (record,) = records("shipped")
+    models = record["models"]
+    tokens = f"{models['bubbles-7m']['training']['tokens'] / 1e6:.0f}M"
+    gate = models.get("bubbles-7m-gate")
+    bits = [
+        models["bubbles-7m-plain"]["scores"]["2"],
+        None if gate is None else gate["scores"]["1"],
+        models["bubbles-7m"]["scores"]["2"],
+    ]
+    shown = " | ".join("–" if each is None else f"{each['bits_per_byte']:.4f}" for each in bits)
+    return f"| ours | bits per byte of [bubbles-7m]({CARD}), 6.9M parameters, {tokens} tokens | {shown} |"
 
 
 def decode_table() -> str:

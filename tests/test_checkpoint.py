@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import thoughtbubbles
 from helpers import lively_model, random_ids, small_config
-from thoughtbubbles.checkpoint import load_folder_tokenizer, save_model
+from thoughtbubbles.checkpoint import load_tokenizer, save_model
 from thoughtbubbles.cli import main
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
@@ -47,7 +47,7 @@ def test_what_the_folder_says(tmp_path):
     assert all(weight.dtype == torch.bfloat16 for weight in weights.values())
     assert thoughtbubbles.load(tmp_path / "model").embedding.weight.dtype == torch.bfloat16
     assert thoughtbubbles.load(tmp_path / "model", dtype=torch.float64).embedding.weight.dtype == torch.float64
-    assert load_folder_tokenizer(tmp_path / "model").name == "bytes"
+    assert load_tokenizer(tmp_path / "model").name == "bytes"
 
 
 def test_a_folder_is_replaced_whole(tmp_path):

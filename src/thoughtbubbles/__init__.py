@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from thoughtbubbles.checkpoint import load as load
+    from thoughtbubbles.checkpoint import load_tokenizer as load_tokenizer
     from thoughtbubbles.model.budget import Budget as Budget
     from thoughtbubbles.model.config import ModelConfig as ModelConfig
     from thoughtbubbles.model.streams import Streams as Streams
@@ -23,8 +24,9 @@ _HOME = {
     "Streams": "thoughtbubbles.model.streams",
     "Thoughtbubbles": "thoughtbubbles.model.transformer",
     "load": "thoughtbubbles.checkpoint",
+    "load_tokenizer": "thoughtbubbles.checkpoint",
 }
-__all__ = ["Budget", "ModelConfig", "Output", "Streams", "Thoughtbubbles", "__version__", "load"]
+__all__ = ["Budget", "ModelConfig", "Output", "Streams", "Thoughtbubbles", "__version__", "load", "load_tokenizer"]
 
 
 def __getattr__(name: str) -> Any:

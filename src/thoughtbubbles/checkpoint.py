@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from thoughtbubbles import __version__
-from thoughtbubbles.data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+from thoughtbubbles.data.tokenizer import Tokenizer, save_tokenizer
+from thoughtbubbles.data.tokenizer import load_tokenizer as read_tokenizer
 from thoughtbubbles.files import (
     MANIFEST,
     SHIPPED,
@@ -116,10 +117,10 @@ def load(
     return model.requires_grad_(True).eval()
 
 
-def load_folder_tokenizer(folder: str | Path | None = None) -> Tokenizer | None:
+def load_tokenizer(folder: str | Path | None = None) -> Tokenizer | None:
     """The tokenizer of a model folder, if it has one; by default of the model in the package."""
     folder = find_model(folder)
-    return load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
+    return read_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
 
 
 def find_model(path: str | Path | None = None) -> Path:

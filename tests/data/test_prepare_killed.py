@@ -21,6 +21,7 @@ sources.CHUNK_BYTES = 4000
 prepare.SAVE_SECONDS = 0
 folder = Path(sys.argv[1])
 options = dict(tokenizer="bytes", processes=1, shard_tokens=5_000)
+options |= dict(tokenizer="bpe", vocab_size=290) if sys.argv[3] == "text with a vocabulary of its own" else {}
 options |= dict(val=(str(folder / "val.jsonl"),)) if (folder / "val.jsonl").exists() else dict(val_fraction=0.2)
 killed_at, seen = None, 0
 
@@ -67,9 +68,17 @@ print(n, resumed, len(whole))
 """
 
 
-@pytest.mark.parametrize(("kind", "stride"), [("text", 1), ("examples", 3), ("text with a validation set", 3)])
+@pytest.mark.parametrize(
+    ("kind", "stride"),
+    [
+        ("text", 1),
+        ("examples", 3),
+        ("text with a validation set", 3),
+        pytest.param("text with a vocabulary of its own", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_killed_at_every_moment(kind, stride, tmp_path):
-    """Only at every third one for variants that differ only in what is read or written."""
+    """Not at all of them for variants that differ only in what is read or written."""
     (tmp_path / "in").mkdir()
     texts = random_texts(40, words=90)
     records = [{"question": t[:50], "answer": t[50:]} if kind == "examples" else {"text": t} for t in texts]
@@ -78,7 +87,7 @@ def test_killed_at_every_moment(kind, stride, tmp_path):
     write_lines(tmp_path / "in" / "a.jsonl", records[:25])
     write_lines(tmp_path / "in" / "b.jsonl", records[25:])
     done = subprocess.run(
-        [sys.executable, "-c", EVERY_MOMENT, str(tmp_path), str(stride)], capture_output=True, text=True
+        [sys.executable, "-c", EVERY_MOMENT, str(tmp_path), str(stride), kind], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     moments, resumed, files = map(int, done.stdout.split())

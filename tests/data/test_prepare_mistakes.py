@@ -158,7 +158,7 @@ def test_preparation_needs_no_torch():
     code = """
 import sys
 import thoughtbubbles.data.prepare
-assert not {"torch", "pyarrow", "datasets", "zstandard", "rich"} & set(sys.modules)
+assert not {"torch", "pyarrow", "datasets", "tokenizers", "zstandard", "rich"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

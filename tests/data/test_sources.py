@@ -56,7 +56,7 @@ def texts(path, start=0):
     for chunk in read_chunks(find_inputs([str(path)]), start=start):
         assert chunk.start == (0 if chunk.input else stops[-1])
         stops.append(chunk.stop)
-        encoded = encode_chunk(chunk, "bytes")
+        encoded = encode_chunk(chunk, tokenizer("bytes"))
         assert encoded.error is None, encoded.error
         tokens = np.split(encoded.tokens, np.cumsum(encoded.n_tokens))[:-1]
         assert all(document[-1] == 256 for document in tokens)
@@ -107,7 +107,7 @@ def test_what_cannot_be_read_in_a_folder_is_named(kind, tmp_path):
 
 def error_of(*found):
     *_, last = read_chunks(find_inputs([str(path) for path in found]))
-    return encode_chunk(last, "bytes").error
+    return encode_chunk(last, tokenizer("bytes")).error
 
 
 @pytest.mark.parametrize("ending", [".jsonl.gz", ".jsonl.xz", ".jsonl.zst"])
@@ -172,7 +172,7 @@ def test_broken_records_are_named_and_those_before_kept(line, message, tmp_path)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b'\n{"text": "never reached"}\n')
     (chunk,) = read_chunks(find_inputs([str(path)]))
-    encoded = encode_chunk(chunk, "bytes")
+    encoded = encode_chunk(chunk, tokenizer("bytes"))
     assert encoded.error.startswith(f"{path}, {message}"), encoded.error
     assert tokenizer("bytes").decode(encoded.tokens[:-1].tolist()) == "fine"
 
@@ -197,7 +197,7 @@ def test_every_flipped_byte_of_a_parquet_file_is_read_or_named(tmp_path):
         path.write_bytes(good[:at] + bytes([good[at] ^ 0x55]) + good[at + 1 :])
         found, error = 0, None
         for chunk in read_chunks(find_inputs([str(path)])):
-            encoded = encode_chunk(chunk, "bytes")
+            encoded = encode_chunk(chunk, tokenizer("bytes"))
             found, error = found + len(encoded.key) + encoded.skipped, error or encoded.error
         assert found == 9 or error is not None
         if error is not None:
@@ -263,7 +263,7 @@ def test_sources_that_cannot_be_used(tmp_path, monkeypatch):
     (tmp_path / "file.txt").unlink()  # between looking and reading
     (chunk,) = read_chunks(found)
     message = f"{tmp_path / 'file.txt'} cannot be read (No such file or directory): check the file, or copy it again"
-    assert encode_chunk(chunk, "bytes").error == message
+    assert encode_chunk(chunk, tokenizer("bytes")).error == message
 
 
 def test_text_that_is_not_utf8(tmp_path):
@@ -361,7 +361,7 @@ def test_parquet_as_the_named_datasets_have_it(tmp_path):
         path = tmp_path / "a.parquet"
         pq.write_table(pa.Table.from_pylist(records), path)
         (chunk,) = read_chunks(find_inputs([str(path)]))
-        encoded = encode_chunk(chunk, "bytes")
+        encoded = encode_chunk(chunk, tokenizer("bytes"))
         tokens, mask = encode_parts(tokenizer("bytes"), read_record(records[0]).parts[:parts])
         assert encoded.kind == "examples"
         assert encoded.tokens.tolist() == tokens.tolist()
@@ -382,9 +382,10 @@ def test_named_datasets_are_streamed_from_any_place(tmp_path):
     code = f"""
 from thoughtbubbles.data.encode import encode_chunk
 from thoughtbubbles.data.sources import NAMED, Named, find_inputs, read_chunks
+from thoughtbubbles.data.tokenizer import tokenizer
 NAMED["gsm8k-aug"] = Named({str(tmp_path)!r})
 for chunk in read_chunks(find_inputs(["gsm8k-aug"]), start=300):
-    encoded = encode_chunk(chunk, "bytes")
+    encoded = encode_chunk(chunk, tokenizer("bytes"))
     print(chunk.start, chunk.stop, encoded.kind, encoded.error, len(encoded.key))
 """
     shown = script(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "cache"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers import BFLOAT16, SAME_FUNCTION, SAME_ROW, SAME_ROW_FLOAT32
-from thoughtbubbles.checkpoint import load, load_folder_tokenizer, save_model
+from thoughtbubbles.checkpoint import load, load_tokenizer, save_model
 from thoughtbubbles.cli import main
 from thoughtbubbles.data.loader import Source, ValidationSet
 from thoughtbubbles.data.synthetic import write_synthetic
@@ -93,7 +93,7 @@ def test_the_command(trained, corpus, tmp_path, capsys):
 
     settings = Evaluation(checkpoint=trained["tiny-block"], data=corpus, windows=3, tokens=10)
     model = load(trained["tiny-block"], dtype=torch.float64)
-    windows = windows_for(settings, model.config, load_folder_tokenizer(trained["tiny-block"]))
+    windows = windows_for(settings, model.config, load_tokenizer(trained["tiny-block"]))
     ways = results["tasks"]["perplexity"]["ways"]
     for name, scores in (
         ("autoregressive", without_cache(model, windows, budget=1.5)),
@@ -137,7 +137,7 @@ def test_a_plain_model_has_no_budget(trained, corpus, tmp_path, capsys):
 
 
 def test_windows_are_spread_over_the_split_and_all_of_it_is_there_when_asked_for(trained, corpus):
-    config, tokenizer = load(trained["tiny"]).config, load_folder_tokenizer(trained["tiny"])
+    config, tokenizer = load(trained["tiny"]).config, load_tokenizer(trained["tiny"])
     validation = ValidationSet([Source(corpus)], rows=1, n_tokens=12)
     settings = Evaluation(checkpoint=trained["tiny"], data=corpus, windows=4)
     few = windows_for(settings, config, tokenizer)

@@ -20,6 +20,7 @@ from thoughtbubbles.data.output import JOURNAL
 from thoughtbubbles.data.prepare import prepare
 from thoughtbubbles.data.shards import INDEX, Header, Index, ShardWriter, open_dataset, write_index
 from thoughtbubbles.data.sources import find_inputs, read_chunks
+from thoughtbubbles.data.tokenizer import tokenizer
 
 TEXTS = [
     json.dumps({"text": f"Text {n}: a fox, and a dog that is {'very ' * n}lazy. Grüße, 世界 \U0001f600"})
@@ -169,7 +170,7 @@ def _alike() -> bytes:
 def encoded(path: Path) -> int:
     value = 0
     for chunk in read_chunks(find_inputs([str(path)])):
-        found = encode_chunk(chunk, BYTES)
+        found = encode_chunk(chunk, tokenizer("bytes"))
         if found.error is not None:
             raise ValueError(found.error)
         value = zlib.crc32(found.tokens.tobytes() + found.mask.tobytes() + found.n_tokens.tobytes(), value)

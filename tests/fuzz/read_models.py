@@ -15,7 +15,7 @@ from cases import FileBase, gather
 from mutate import Files
 from safetensors.torch import save, save_file
 
-from thoughtbubbles.checkpoint import INDEX, WEIGHTS, load, load_folder_tokenizer, save_model
+from thoughtbubbles.checkpoint import INDEX, WEIGHTS, load, load_tokenizer, save_model
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.files import MANIFEST, write_manifest
 from thoughtbubbles.generate.requests import Request, generate
@@ -62,7 +62,7 @@ def split(folder: Path) -> Path:
 
 def opened(path: Path) -> tuple[Any, ...]:
     """A model that is accepted can be used."""
-    model, tok = load(path), load_folder_tokenizer(path)
+    model, tok = load(path), load_tokenizer(path)
     if model.config != SMALL:
         generate(model, [Request(prompt=[1, 2], max_new=2)], on_error="return")
     return model.config, tensors(model), repr(tok)

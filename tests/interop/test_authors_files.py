@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 import thoughtbubbles
 from interop.authors_reference import random_tree
 from interop.authors_trees import HEADS, PLAN, TOKENS, imported, rows_of_ids, settings, tree_of
-from thoughtbubbles.checkpoint import load_folder_tokenizer, save_model
+from thoughtbubbles.checkpoint import load_tokenizer, save_model
 from thoughtbubbles.cli import main
 from thoughtbubbles.interop.authors import budget_for, import_model
 from thoughtbubbles.model.budget import Budget
@@ -82,7 +82,7 @@ def test_the_command_writes_a_model_folder(tmp_path, capsys):
     assert f"written: {out}" in capsys.readouterr().out
     model = thoughtbubbles.load(out)
     assert torch.equal(model(ids, want=("logits",)).logits, imported(tree)(ids, want=("logits",)).logits)
-    assert load_folder_tokenizer(out) is None
+    assert load_tokenizer(out) is None
     with pytest.raises(SystemExit, match="is not empty: give a new folder"):
         main(["import", str(tmp_path / "params.npz"), "--out", str(tmp_path)])
 
@@ -92,7 +92,7 @@ def test_gpt2s_tokenizer_comes_with_a_vocabulary_that_has_room(tmp_path):
     np.savez(tmp_path / "params.npz", **{name: array.float().numpy() for name, array in tree.items()})
     (tmp_path / "config.json").write_text(settings(n_embd=4, n_head=2, vocab_size=50304, plan=["fork"]))
     main(["import", str(tmp_path), "--out", str(tmp_path / "model")])
-    assert load_folder_tokenizer(tmp_path / "model").name == "gpt2"
+    assert load_tokenizer(tmp_path / "model").name == "gpt2"
 
 
 def test_an_orbax_folder(tmp_path):

@@ -17,7 +17,7 @@ import torch
 
 import thoughtbubbles
 from helpers import GOLDEN, SAME_FUNCTION, named, no_waiting_for_the_gpu
-from thoughtbubbles.checkpoint import load_folder_tokenizer, save_model
+from thoughtbubbles.checkpoint import load_tokenizer, save_model
 from thoughtbubbles.data.tokenizer import Bytes
 from thoughtbubbles.distributed import World
 from thoughtbubbles.model.cost import cost
@@ -80,7 +80,7 @@ def test_order_and_what_is_left_behind(tmp_path):
 
     model = thoughtbubbles.load(out)
     assert model.config == small_run(out).model
-    assert load_folder_tokenizer(out).name == "bytes"
+    assert load_tokenizer(out).name == "bytes"
     assert result.validation_loss.keys() == {"corpus"}
 
 

@@ -185,9 +185,12 @@ class OutputFolder:
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the settings; None for a vocabulary that has not been trained yet."""
+        remedy = f"delete the folder {self._folder} and prepare it again"
         if (name := str(self._settings["tokenizer"])) != TRAINED:
-            return saved_tokenizer(name, self._folder)
-        return load_tokenizer(self._folder) if (self._folder / CONFIG).exists() else None
+            return saved_tokenizer(name, self._folder, remedy=remedy)
+        if self.state.kind is None and not os.path.lexists(self._folder / CONFIG):
+            return None
+        return load_tokenizer(self._folder, remedy=remedy)
 
     @property
     def documents(self) -> int:
@@ -209,7 +212,10 @@ class OutputFolder:
         if found.kind != state.kind:
             raise ValueError(f"{name}: {mixed(state.kind, found.kind)}")
         end = np.concatenate([[0], np.cumsum(found.n_tokens)])
-        is_val = self._is_validation(found.key) if split is None else np.full(len(found.key), split == "val")
+        if split is None:
+            is_val = held_out(found.key, state.first_keys, share=float(self._settings["val_fraction"]))
+        else:
+            is_val = np.full(len(found.key), split == "val")
         for held, a, b in _runs(is_val):
             name, counts = SPLITS[held], state.counts[SPLITS[held]]
             these = slice(end[a], end[b])
@@ -267,23 +273,25 @@ class OutputFolder:
                 for s in SPLITS
             }
 
-    def _is_validation(self, key: np.ndarray) -> np.ndarray:
-        """By the key only, so that equal documents stay together; but the first goes to train and the next to val."""
-        share, first = float(self._settings["val_fraction"]), self.state.first_keys
-        for value in key[:0] if len(first) == 2 else key:
-            if int(value) not in first:
-                first.append(int(value))
-            if len(first) == 2:
-                break
-        held = key < np.uint64(share * 2**64)
-        for value, side in zip(first, (False, True), strict=False):
-            held[key == np.uint64(value)] = side and share > 0
-        return held
-
     @staticmethod
     def _remove(paths: Iterator[Path], *, keep: set[Path]) -> None:
         for path in set(paths) - keep:
             path.unlink(missing_ok=True)
+
+
+def held_out(key: np.ndarray, first: list[int], *, share: float) -> np.ndarray:
+    """Which documents go to val. By the key only, so that equal documents stay together; but the first document goes
+    to train and the next different one to val: their keys are kept in `first`, which is empty at the beginning.
+    """
+    for value in key[:0] if len(first) == 2 else key:
+        if int(value) not in first:
+            first.append(int(value))
+        if len(first) == 2:
+            break
+    held = key < np.uint64(share * 2**64)
+    for value, side in zip(first, (False, True), strict=False):
+        held[key == np.uint64(value)] = side and share > 0
+    return held
 
 
 def tidy(folder: Path) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from thoughtbubbles.data.tokenizer import saved_tokenizer
+from thoughtbubbles.data.tokenizer import Tokenizer, is_trained, saved_tokenizer, tokenizer
 from thoughtbubbles.files import CHUNK_BYTES, named, read_object, short_name, write_atomically
 
 Kind = Literal["text", "examples"]
@@ -205,22 +205,23 @@ def read_index(folder: Path) -> Index:
             "prepare it again (and start runs on it again, with --init-from)"
         )
     check_seal(path, record, remedy=REMEDY)
+    name = record.get("tokenizer")
+    tok = saved_tokenizer(name, folder, remedy=REMEDY) if is_trained(name) else None  # its errors name its own files
     try:
-        return _parse_index(record, folder)
+        return _parse_index(record, tok or tokenizer(record["tokenizer"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = short_name(f"{type(error).__name__}: {error}")
         raise ValueError(f"{short_name(path)} is damaged ({what}): {REMEDY}") from None
 
 
-def _parse_index(record: dict[str, Any], folder: Path) -> Index:
+def _parse_index(record: dict[str, Any], tok: Tokenizer) -> Index:
     if record["kind"] not in KIND_CODES:
         raise ValueError(f"kind = {record['kind']!r}")
     if wrong := [name for name in record["splits"] if not SPLIT_NAME.fullmatch(name)]:
         raise ValueError(f"a split is named {wrong[0]!r}")
     splits = {split: parse_shards(infos, split=split) for split, infos in record["splits"].items()}
-    if not (isinstance(record["tokenizer"], str) and isinstance(record["notes"], dict)):
-        raise ValueError("tokenizer is not a string, or notes are not an object")
-    tok = saved_tokenizer(record["tokenizer"], folder)
+    if not isinstance(record["notes"], dict):
+        raise ValueError("notes are not an object")
     for name, own in (("end_of_text", tok.end_of_text), ("vocab_size", tok.size)):
         if count(record[name]) != own:
             raise ValueError(f"{name} = {record[name]}, but the tokenizer {tok.name!r} has {own}")

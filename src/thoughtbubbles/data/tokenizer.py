@@ -19,7 +19,7 @@ from functools import cache
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import tiktoken
@@ -30,6 +30,7 @@ END_OF_TEXT = "<|endoftext|>"
 NAME_FIELD = "thoughtbubbles_tokenizer"
 CONFIG, DEFINITION = "tokenizer_config.json", "tokenizer.json"
 TRAINED = "bpe"  # how names of trained encodings begin
+REMEDY = "give a folder with a tokenizer that Thoughtbubbles saved, or copy this one again"
 
 # GPT-2's pattern that splits text into words, with possessive quantifiers, which backtrack less.
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -150,6 +151,10 @@ def trained(merges: Sequence[str]) -> Tokenizer:
     return _trained(f"{TRAINED}-{257 + len(merges)}-{hashlib.sha256(written.encode()).hexdigest()[:8]}", written)
 
 
+def is_trained(name: Any) -> TypeGuard[str]:
+    return isinstance(name, str) and name.startswith(f"{TRAINED}-")
+
+
 @cache
 def _trained(name: str, merges: str) -> Tokenizer:
     return BPE(name, merges.split("\n") if merges else ())
@@ -230,55 +235,61 @@ def save_tokenizer(tok: Tokenizer, folder: Path, *, max_length: int | None = Non
         write_atomically(folder / name, [(json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode()])
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path, *, remedy: str = REMEDY) -> Tokenizer:
     """The tokenizer that `save_tokenizer` wrote."""
-    path, remedy = folder / CONFIG, "give the folder of a model saved by Thoughtbubbles"
+    path = folder / CONFIG
     with named(path, remedy):
         if not path.exists() and not path.is_symlink():
             raise ValueError(f"{short_name(path)} is missing: {remedy}")
     name = read_object(path, remedy=remedy).get(NAME_FIELD)
     if isinstance(name, str) and name in NAMED:
         return tokenizer(name)
-    if not isinstance(name, str) or not name.startswith(f"{TRAINED}-"):
+    if not is_trained(name):
         raise ValueError(
             f"{short_name(path)} does not name one of our tokenizers in the field {NAME_FIELD!r} (it is "
             f"{short_name(repr(name))}, the tokenizers are {', '.join(NAMED)}, or {TRAINED}-… for a trained one): "
             f"{remedy}"
         )
-    found = trained(_merges(folder / DEFINITION))
+    found = trained(_merges(folder / DEFINITION, remedy=remedy))
     if found.name != name:
         raise ValueError(
-            f"{short_name(folder / DEFINITION)} is not the tokenizer {name!r} that {CONFIG} names (its merges make "
-            f"{found.name!r}): it is damaged, copy it again"
+            f"{short_name(folder / DEFINITION)} is not the tokenizer {short_name(repr(name))} that {CONFIG} names (its "
+            f"merges make {found.name!r}): {remedy}"
         )
     return found
 
 
-def saved_tokenizer(name: str, folder: Path) -> Tokenizer:
+def saved_tokenizer(name: str, folder: Path, *, remedy: str = REMEDY) -> Tokenizer:
     """The tokenizer with this name: one that was trained is read from the folder."""
-    if name in NAMED or not name.startswith(f"{TRAINED}-"):
+    if not is_trained(name):
         return tokenizer(name)
-    found = load_tokenizer(folder)
+    found = load_tokenizer(folder, remedy=remedy)
     if found.name != name:
-        raise ValueError(f"{short_name(folder / CONFIG)} has the tokenizer {found.name!r}, not {name!r}")
+        raise ValueError(
+            f"{short_name(folder / CONFIG)} names the tokenizer {found.name!r} instead of {short_name(repr(name))}: "
+            f"{remedy}"
+        )
     return found
 
 
-def _merges(path: Path) -> list[str]:
+def _merges(path: Path, *, remedy: str) -> list[str]:
     """The list of merges in a tokenizer.json, each written as one string or, by Hugging Face, as a pair."""
-    remedy = "it is damaged, copy it again"
     model = read_object(path, remedy=remedy).get("model")
     merges = model.get("merges") if isinstance(model, dict) else None
-    if not isinstance(merges, list) or len(merges) > MOST_MERGES:
+    if not isinstance(merges, list):
         raise ValueError(f"{short_name(path)} has no list of merges: {remedy}")
-    characters, found = set(byte_characters()), []
+    if len(merges) > MOST_MERGES:
+        raise ValueError(f"{short_name(path)} has {len(merges):,} merges, more than {MOST_MERGES:,}: {remedy}")
+    characters, found = set(byte_characters()), {}
     for merge in merges:
+        where = f"{short_name(path)} has the merge {short_name(repr(merge))}"
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(p, str) and p for p in pair)):
-            raise ValueError(f"{short_name(path)} has the merge {short_name(repr(merge))}, which is no pair: {remedy}")
-        if not characters.issuperset("".join(pair)):
-            raise ValueError(
-                f"{short_name(path)} has the merge {short_name(repr(merge))}, which is not bytes: {remedy}"
-            )
-        found.append(" ".join(pair))
-    return found
+            raise ValueError(f"{where}, which is not a pair: {remedy}")
+        token = "".join(pair)
+        if not characters.issuperset(token):
+            raise ValueError(f"{where}, which is not bytes: {remedy}")
+        if token in found:
+            raise ValueError(f"{where}, but another merge makes the same token: {remedy}")
+        found[token] = " ".join(pair)
+    return list(found.values())

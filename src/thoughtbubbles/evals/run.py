@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from thoughtbubbles.checkpoint import find_model, load, load_folder_tokenizer
+from thoughtbubbles.checkpoint import find_model, load, load_tokenizer
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.autoregressive import Windows
@@ -130,7 +130,7 @@ def _model(folder: Path, settings: Evaluation, device: torch.device) -> Thoughtb
 
 
 def _tokenizer(folder: Path) -> Tokenizer:
-    tokenizer = load_folder_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         raise ValueError(
             f"--checkpoint {folder} has no tokenizer.json, which is needed to encode the text: "

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from thoughtbubbles.checkpoint import find_model, load, load_folder_tokenizer
+from thoughtbubbles.checkpoint import find_model, load, load_tokenizer
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.distributed import find_device
 from thoughtbubbles.generate.requests import Completion, Method, Request, Token, budget_remark, exact_method, stream
@@ -79,7 +79,7 @@ class Reader:
         dtype: torch.dtype,
     ) -> "Reader":
         folder = find_model(folder)
-        tokenizer = load_folder_tokenizer(folder)
+        tokenizer = load_tokenizer(folder)
         if tokenizer is None:
             raise ValueError(
                 f"--checkpoint {folder} has no tokenizer.json, which text generation needs: save the model with "

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from thoughtbubbles.evals.results import exact, home_of, weights_of
-from thoughtbubbles.files import parse_json, read_object
+from thoughtbubbles.files import parse_json, read_object, shipped_model
 from thoughtbubbles.model.config import ModelConfig
 
 FRONT = """\
@@ -105,8 +105,10 @@ def card(name: str, config: ModelConfig, *, parameters: int, dtype: str, folder:
 
 
 def earlier_sections(folder: Path) -> dict[str, str]:
-    """The sections of an export's card, by heading; `converted` is its remark on a dtype conversion."""
-    if not (folder / "modeling_thoughtbubbles.py").is_file() or not (folder / "README.md").is_file():
+    """The sections of a card, by heading, if the folder has one: it is an export, or the model in the package.
+    `converted` is its remark on a dtype conversion."""
+    is_ours = (folder / "modeling_thoughtbubbles.py").is_file() or folder.resolve() == shipped_model().resolve()
+    if not is_ours or not (folder / "README.md").is_file():
         return {}
     text = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
     _, *parts = re.split(r"^## (.+)\n+", text, flags=re.MULTILINE)

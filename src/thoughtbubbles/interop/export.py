@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from thoughtbubbles.checkpoint import CONFIG, find_model, ids_of, load, load_folder_tokenizer, write_model
+from thoughtbubbles.checkpoint import CONFIG, find_model, ids_of, load, load_tokenizer, write_model
 from thoughtbubbles.files import (
     MANIFEST,
     check_folder,
@@ -33,7 +33,7 @@ def export(checkpoint: Path | None = None, *, out: Path, dtype: torch.dtype | No
     out = check_folder(out, option="--out")  # a link's target is replaced, not the link
     check_out(out)
     folder = find_model(checkpoint)
-    model, tokenizer = load(folder, dtype=dtype), load_folder_tokenizer(folder)
+    model, tokenizer = load(folder, dtype=dtype), load_tokenizer(folder)
     partial = partial_folder(out)
     write_model(partial, model.config, model.state_dict(), tokenizer=tokenizer)
     write_json(partial / CONFIG, {**read_object(partial / CONFIG), "auto_map": AUTO_MAP})

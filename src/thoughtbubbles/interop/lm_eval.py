@@ -29,7 +29,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from thoughtbubbles.checkpoint import find_model, load, load_folder_tokenizer
+from thoughtbubbles.checkpoint import find_model, load, load_tokenizer
 from thoughtbubbles.distributed import find_device
 from thoughtbubbles.evals.documents import records
 from thoughtbubbles.evals.likelihood import BATCH_TOKENS, Query, log_likelihoods
@@ -77,7 +77,7 @@ class ThoughtbubblesLM(TemplateLM):
         super().__init__()
         check_options(checkpoint, dtype=dtype, batch_tokens=batch_tokens, method=method, compile=compile)
         self.folder = find_model(checkpoint)
-        tokenizer = load_folder_tokenizer(self.folder)
+        tokenizer = load_tokenizer(self.folder)
         if tokenizer is None:
             raise ValueError(
                 f"{self.folder} has no tokenizer: the harness works with text; save the model with its tokenizer"

@@ -1,4 +1,4 @@
-"""`make demo`: a small model with bubbles and a plain GPT of the same size, trained side by side.
+"""`make demo`: the model in the package at work, then a small model with bubbles and a plain GPT, trained side by side.
 
 Both are ordinary training runs, one process and one core each, on the docstrings of Python's standard library, which
 every machine has. demo.json has the same comparison over three seeds.
@@ -25,18 +25,28 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thoughtbubbles.checkpoint import load, load_folder_tokenizer
+from thoughtbubbles.checkpoint import load, load_tokenizer
 from thoughtbubbles.files import write_json
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.generate.show import coloured, legend, streams_per_token
 from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.recipes.showcase import showcase
 from thoughtbubbles.train.config import DataConfig, EvalConfig, LogConfig, OptimConfig, RunConfig, SaveConfig
 
+NEXT = {  # what to try next
+    'generate "The cell" --show-bubbles --budget 4': "the model in the package, with more streams per token",
+    'generate "Return the" --checkpoint {trained}': "the model that you have just trained",
+    "prepare FILES --tokenizer bpe --out data/mine": "your own text, with a vocabulary trained on it",
+    "train bubbles-7m --data.mixture data/mine": "and a model for it (better on a GPU)",
+}
 RECORD = Path(__file__).with_name("demo.json")
 NAMES = {"demo-bubbles": "bubbles, 2 streams per token", "demo-plain": "plain GPT"}
 # With a score bias the model starts almost as a plain GPT, which is steadier in so short a run (docs/log.md).
-BUBBLES = ModelConfig(n_layer=4, n_head=3, width=96, vocab_size=384, block_size=128, fork_layers=(1, 2), score_bias=3)
+BUBBLES = ModelConfig(
+    n_layer=3, n_head=2, width=64, vocab_size=384, block_size=128, fork_layers=(1, 2), score_bias=3, merge="residual"
+)
+LINE_SECONDS = 5.0  # between lines of progress, where no one watches a bar
 
 
 def demo(name: str) -> RunConfig:
@@ -44,12 +54,12 @@ def demo(name: str) -> RunConfig:
     return RunConfig(
         name=name,
         model=plain if name == "demo-plain" else BUBBLES,
-        tokens=700 * 8 * 128,
+        tokens=450 * 8 * 128,
         tokens_per_step=8 * 128,
         data=DataConfig(mixture=("stdlib",)),
         optim=OptimConfig(lr=4e-3, warmup=0.05),
         save=SaveConfig(every=0),
-        eval=EvalConfig(every=100, tokens=50_000, sample_tokens=0),
+        eval=EvalConfig(every=150, tokens=25_000, sample_tokens=0),
         log=LogConfig(every=10),
     )
 
@@ -118,9 +128,8 @@ def watch(runs: list[Watched], steps: int, console: Console) -> None:
                         raise RuntimeError(f"{run.name} failed:\n{tail}")
                     done, facts = _state(run.lines())
                     progress.update(tasks[run.name], completed=done, facts=facts)
-                    if not console.is_terminal and (time.monotonic() - last_shown > 10 or not alive):
-                        console.print(f"{NAMES[run.name]}: {done}/{steps}  {facts}")
-                if time.monotonic() - last_shown > 10:
+                if not console.is_terminal and (time.monotonic() - last_shown > LINE_SECONDS or not alive):
+                    console.print(_line(runs, steps), soft_wrap=True)
                     last_shown = time.monotonic()
                 if not alive:
                     return
@@ -130,6 +139,11 @@ def watch(runs: list[Watched], steps: int, console: Console) -> None:
             if run.process.poll() is None:
                 run.process.terminate()
             run.process.wait()
+
+
+def _line(runs: list[Watched], steps: int) -> str:
+    states = {run.name: _state(run.lines()) for run in runs}
+    return "; ".join(f"{NAMES[name].split(',')[0]}: {done}/{steps}, {facts}" for name, (done, facts) in states.items())
 
 
 def _state(lines: list[dict[str, Any]]) -> tuple[int, str]:
@@ -168,7 +182,7 @@ def draw(runs: list[Watched], path: Path) -> None:
 
 
 def show_sample(run: Watched, console: Console) -> None:
-    model, tokenizer = load(run.folder), load_folder_tokenizer(run.folder)
+    model, tokenizer = load(run.folder), load_tokenizer(run.folder)
     assert tokenizer is not None
     prompt = tokenizer.encode("Return the ")
     request = Request(prompt=prompt, sampling=Sampling(temperature=0.7), end_ids=())
@@ -203,7 +217,7 @@ def verdict(record: dict[str, Any]) -> str:
 def run_demo(
     *, out: Path = Path("runs/demo"), seeds: tuple[int, ...] = (0,), record: bool = False, tokens: int | None = None
 ) -> None:
-    """Train both models, then show a table, loss curves, a sample with its bubbles, and the path of the checkpoint.
+    """Show the model in the package at work, then train a small model with bubbles and a plain GPT, and compare them.
 
     Args:
         out: Folder of the demo; an earlier demo there is replaced.
@@ -212,13 +226,19 @@ def run_demo(
         tokens: Train on this many tokens instead, for a quick look.
     """
     console = Console(width=None if sys.stdout.isatty() else 110)
+    if not record:
+        showcase(out, console)
     begin = time.monotonic()
     more = [] if tokens is None else ["--tokens", str(tokens)]
     steps = demo("demo-bubbles").steps if tokens is None else -(-tokens // demo("demo-bubbles").tokens_per_step)
     found = []
     for seed in seeds:
         both = " and ".join(NAMES.values())
-        console.print(f"Training {both} side by side on Python's own documentation: {steps} steps, seed {seed}")
+        console.print(
+            f"\nNow two small models learn side by side, on Python's own documentation ({both}): {steps} steps, "
+            f"seed {seed}",
+            soft_wrap=True,
+        )
         runs = [start(name, out, seed=seed, more=more) for name in NAMES]
         watch(runs, steps, console)
         found.append({"seed": seed, **{run.name: run.numbers() for run in runs}})
@@ -251,3 +271,16 @@ def _report(runs: list[Watched], numbers: dict[str, Any], out: Path, console: Co
     console.print(
         f"\nloss curves: {out / 'loss.png'}\ncheckpoint:  {next(iter(runs[0].folder.glob('step-*')))}", soft_wrap=True
     )
+    commands = [f"{_command()} {words.format(trained=runs[0].folder)}" for words in NEXT]
+    width = max(map(len, commands))
+    console.print("\nWhat to try next:")
+    for command, what in zip(commands, NEXT.values(), strict=True):
+        console.print(f"  {command:<{width}}  {what}", highlight=False, soft_wrap=True)
+
+
+def _command() -> str:
+    """How this command was called, such as .venv/bin/thoughtbubbles."""
+    program = Path(sys.argv[0])
+    if program.name != "thoughtbubbles":
+        return "python -m thoughtbubbles"
+    return program.name if shutil.which(program.name) else os.path.relpath(program)

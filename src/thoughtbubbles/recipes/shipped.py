@@ -32,7 +32,7 @@ def shipped(form: str = "") -> RunConfig:
         model=models[form],
         tokens=14_500 * 128 * 512,
         tokens_per_step=128 * 512,
-        budgets=() if form else (1, 1.5, 2, 4),
+        budgets=() if form else (1.0, 1.5, 2.0, 4.0),
         data=DataConfig(mixture=("data/bubbles",)),
         optim=OptimConfig(lr=3e-3, warmup=0.02, floor=0.02),
         save=SaveConfig(every=0),

@@ -69,6 +69,11 @@ class _Replay(NamedTuple):
     gradients: list[Tensor | None]
 
 
+def _detached(record: ForkRecord) -> ForkRecord:
+    """Without its autograd graph, which must not outlive the step: the next one may run on another CUDA stream."""
+    return ForkRecord(*(part.detach() if isinstance(part, Tensor) else part for part in record))
+
+
 class ForwardBackward:
     def __init__(
         self, model: Thoughtbubbles, products: MixedPrecision, *, graph: bool, join: Callable[[], None] = lambda: None
@@ -114,7 +119,7 @@ class ForwardBackward:
             assert out.loss is not None
             share = out.loss * micro.share.to(out.loss.dtype)
             share.backward()
-        return MicroResult(share.detach(), out.forks)
+        return MicroResult(share.detach(), out.forks and tuple(map(_detached, out.forks)))
 
     def _replayed(self, micro: MicroBatch, key: _Key) -> MicroResult:
         self.products.renew()

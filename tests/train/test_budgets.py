@@ -1,0 +1,77 @@
+"""`--budgets`: every step draws its budget at random, as a function of the seed and the step."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from runs import assert_same_bits, small_run
+
+from thoughtbubbles.model.cost import cost
+from thoughtbubbles.train.config import differences
+from thoughtbubbles.train.loop import train
+
+BUDGETS = (1.0, 1.5, 4.0)
+
+
+def steps_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def test_all_budgets_come_about_equally_often_and_another_seed_draws_others(tmp_path):
+    run = small_run(tmp_path / "run", budgets=BUDGETS)
+    drawn = [run.budget_of(step) for step in range(3000)]
+    assert set(drawn) == set(BUDGETS)
+    assert all(900 < n < 1100 for n in Counter(drawn).values())
+    assert drawn != [replace(run, seed=1).budget_of(step) for step in range(3000)]
+    assert replace(run, budgets=()).budget_of(0) is None
+
+
+def test_a_run_uses_the_budget_that_it_reports(tmp_path):
+    run = small_run(tmp_path / "run", budgets=BUDGETS, log_every=1)
+    result = train(run)
+    steps = steps_of(run.out)
+    assert [step["budget"] for step in steps] == [run.budget_of(n) for n in range(run.steps)]
+    for step in steps:
+        assert all(fork["streams"] <= step["budget"] for fork in step["forks"])
+    assert {step["forks"][-1]["streams"] for step in steps if step["budget"] == 1} == {1.0}
+    own = train(small_run(tmp_path / "own", log_every=1))
+    assert result.validation_loss != own.validation_loss
+    assert "budget" not in steps_of(own.folder)[0]
+
+
+def test_a_resumed_run_draws_the_same_budgets(tmp_path):
+    whole = small_run(tmp_path / "whole", budgets=BUDGETS, optim_schedule="constant")
+    train(whole)
+    train(small_run(tmp_path / "resumed", budgets=BUDGETS, optim_schedule="constant", steps=6))
+    train(replace(whole, out=tmp_path / "resumed"), resume=True)
+    assert_same_bits(tmp_path / "resumed" / "step-00000008", tmp_path / "whole" / "step-00000008")
+
+
+def test_other_budgets_are_another_run(tmp_path):
+    run = small_run(tmp_path / "run", budgets=BUDGETS)
+    assert differences(run.as_dict(), replace(run, budgets=(1.0, 2.0)).as_dict())
+    train(replace(run, tokens=run.tokens_per_step))
+    with pytest.raises(ValueError, match="budgets was"):
+        train(replace(run, budgets=(1.0, 2.0)), resume=True)
+
+
+def test_flops_are_the_mean_over_the_budgets(tmp_path):
+    run = small_run(tmp_path / "run")
+    one, four = (cost(replace(run.model, budget=budget)).flops for budget in (1, 4))
+    assert run.flops_per_row == cost(run.model).flops
+    assert replace(run, budgets=(1.0, 4.0)).flops_per_row == (one + four) / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"budgets": (0.5,)}, "--budgets = 0.5 is below 1"),
+        ({"budgets": (1.0, 1e18)}, "--budgets is too large"),
+        ({"budgets": (2.0,), "model_fork_layers": (), "model_merge": "original"}, "without fork layers has no budget"),
+    ],
+)
+def test_budgets_that_make_no_sense(tmp_path, changes, words):
+    with pytest.raises(ValueError, match=words):
+        small_run(tmp_path / "run", **dict(reversed(changes.items())))
