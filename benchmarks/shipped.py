@@ -1,8 +1,8 @@
 """bubbles-7m, the model in the package: its numbers, beside its plain twin, the control without forks, gzip and xz.
 
-    for form in "" -plain -gate; do
-      thoughtbubbles train bubbles-7m$form --data.mixture DIR --out RUNS/bubbles-7m$form
-    done
+    thoughtbubbles train bubbles-7m --data.mixture DIR --out RUNS/bubbles-7m
+    thoughtbubbles train bubbles-7m-plain --data.mixture DIR --out RUNS/bubbles-7m-plain
+    thoughtbubbles train bubbles-7m --data.mixture DIR --out RUNS/bubbles-7m-gate --model.budget 1 --budgets
     python benchmarks/shipped.py measure --runs RUNS --data DIR
     python benchmarks/shipped.py pack --runs RUNS     writes src/thoughtbubbles/assets/bubbles-7m: the model, run.json
     python benchmarks/shipped.py card                 writes the model card there, README.md, from run.json
@@ -44,8 +44,8 @@ RECORD = RESULTS / "shipped-nvidia-h200.json"
 EPOCH = 165_333_214  # tokens of the training text
 PROMPTS = ("The cell", "In the early nineteenth century, the", "It was a dark night, and the old man")
 CONTROL = {
-    False: f"The control, the same scores without forks (r = 1, recipe `{SHIPPED}-gate`), has not been trained yet.\n"
-    "Until it is, nothing here says how much of the lead is due to training with forks.",
+    False: f"The control, the same scores without forks (`train {SHIPPED} --model.budget 1 --budgets`), has not been\n"
+    "trained yet. Until it is, nothing here says how much of the lead is due to training with forks.",
     True: "The control has the same scores and no forks: what it gains is due to the scores alone.",
 }
 TEMPLATE = Path(__file__).with_name("shipped_card.md")
@@ -232,7 +232,7 @@ def quoted(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["measure", "pack", "card"])
-    parser.add_argument("--runs", type=Path, help="folder with the runs, named after their recipes")
+    parser.add_argument("--runs", type=Path, help="folder with the runs")
     parser.add_argument("--data", type=Path, help="folder made by `thoughtbubbles prepare`")
     parser.add_argument("--names", nargs="*", default=list(NAMES), choices=NAMES)
     parser.add_argument("--budgets", type=float, nargs="*", default=list(BUDGETS))

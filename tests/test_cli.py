@@ -115,7 +115,6 @@ def test_inspect_shows_the_bytes_of_the_kv_cache(show):
         (["inspect", "nano-copy-99999999999999999999"], "no model is named 'nano-copy-99999999999999999999'"),
         (["inspect", "/dev/null"], "/dev/null has no config.json"),
         (["inspect", "x" * 5000], "File name too long"),
-        (["inspect"], "required"),
         (["bench", "tiny-plane"], "no case is named 'tiny-plane': did you mean tiny-plain"),
         (["bench", "tiny-plain", "--rows", "0"], "--rows 0: give 1 or more"),
         (["bench", "tiny-plain", "--data", "nowhere"], "nowhere"),

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,9 +81,8 @@ def test_it_is_what_its_recipe_makes(model, card):
     for name in ("tokens", "tokens_per_step", "budgets", "optim", "seed", "compute"):
         assert card["training"]["config"][name] == settings[name], name
     assert thoughtbubbles.load().embedding.weight.dtype == torch.bfloat16
-    for form in ("-plain", "-gate"):  # they see the same text in the same order
-        other = recipe(SHIPPED + form)
-        assert (other.tokens, other.tokens_per_step, other.optim) == (run.tokens, run.tokens_per_step, run.optim)
+    twin = recipe(f"{SHIPPED}-plain")
+    assert replace(twin, name=run.name, model=run.model, budgets=run.budgets) == run  # the same text in the same order
 
 
 def test_the_loss_on_a_text_of_ours(model, tokenizer):

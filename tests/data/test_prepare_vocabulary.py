@@ -176,6 +176,7 @@ def test_nothing_is_left_of_sources_without_documents(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_same_bytes_with_two_processes(source, whole, tmp_path):
     done = run(source, tmp_path / "out", chunk_bytes=2000, val_fraction=0.1, **{**BPE, "processes": 2})
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ from thoughtbubbles.data.output import JOURNAL
 from thoughtbubbles.data.prepare import prepare
 from thoughtbubbles.data.shards import INDEX, Header, Index, ShardWriter, open_dataset, write_index
 from thoughtbubbles.data.sources import find_inputs, read_chunks
-from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.data.tokenizer import Tokenizer, save_tokenizer, tokenizer, trained
 
 TEXTS = [
     json.dumps({"text": f"Text {n}: a fox, and a dog that is {'very ' * n}lazy. Grüße, 世界 \U0001f600"})
@@ -48,10 +48,18 @@ def shards(folder: Path) -> Sequence[FileBase]:
                 repair=repair_shards,
             )
             bases.append(base)
-    return bases
+    learned = FileBase(
+        files=gather(prepared(folder / "learned", "text", trained(["a b", "Ġ t"]))),
+        read=lambda path: batches(path, verify=True),
+        aim=("tokenizer*.json",),
+        checked=("*",),
+        reason="",
+    )
+    return [*bases, learned]
 
 
-def prepared(folder: Path, kind: Any) -> Path:
+def prepared(folder: Path, kind: Any, tok: Tokenizer | None = None) -> Path:
+    """With a tokenizer of the folder's own, or with bytes."""
     rng, splits = np.random.default_rng(0), {}
     for split, count in (("train", 12), ("val", 5)):
         writer = ShardWriter(folder, split, kind=kind, shard_tokens=70)
@@ -64,7 +72,10 @@ def prepared(folder: Path, kind: Any) -> Path:
                 writer.add_example(tokens, np.arange(12) >= 5)
         writer.close()
         splits[split] = writer.finished
-    write_index(folder, Index(kind, "bytes", 256, 257, splits, {"settings": {"limit": None}}))
+    if tok is not None:
+        save_tokenizer(tok, folder)
+    tok = tok or tokenizer("bytes")
+    write_index(folder, Index(kind, tok.name, tok.end_of_text, tok.size, splits, {"settings": {"limit": None}}))
     return folder
 
 

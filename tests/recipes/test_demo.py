@@ -1,14 +1,18 @@
 """`make demo` end to end, for a few steps, and the words it ends with."""
 
+import io
 import json
+import re
 
 import pytest
 import torch
+from rich.console import Console
 
 from helpers import lively_model
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.generate.show import coloured, streams_per_token
-from thoughtbubbles.recipes.demo import BUBBLES, NAMES, RECORD, demo, verdict
+from thoughtbubbles.recipes.demo import BUBBLES, NAMES, NEXT, RECORD, demo, verdict
+from thoughtbubbles.recipes.showcase import BUDGETS, PARAGRAPH, showcase, validation_scores
 from train.runs import run_command
 
 
@@ -19,12 +23,37 @@ def test_the_demo_shows_all_it_promises(tmp_path):
     assert shown.returncode == 0, shown.stderr
     for expected in ("validation loss", "tokens/s", "streams per token", "A sample, with its bubbles", "checkpoint:"):
         assert expected in shown.stdout
+    assert shown.stdout.index("bubbles-7m, the model in the package") < shown.stdout.index("four budgets")
+    assert (out / "bubbles.svg").read_text().startswith("<svg")
+    assert re.findall(r"^bubbles: 8/8, loss .*; plain GPT: 8/8, loss ", shown.stdout, re.MULTILINE)  # in one line
+    _, after = shown.stdout.split("What to try next:")
+    assert all(words.split("{")[0] in after for words in NEXT)
     for name, words in NAMES.items():
         assert words in shown.stdout
         assert (out / name / "step-00000008" / "model" / "model.safetensors").exists()
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     again = run_command("demo", "--out", str(out), "--tokens", "2048")  # replaces what the first has left
     assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_model_in_the_package_continues_a_paragraph(tmp_path, is_terminal):
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=is_terminal, width=110, color_system="truecolor")
+    showcase(tmp_path / "new", console)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue())
+    assert PARAGRAPH[:60] in shown
+    assert ("\x1b[" in output.getvalue()) == is_terminal
+    scores = validation_scores()
+    rows = re.findall(r"│ +([\d.]+) │ +([\d.]+) │ +([\d.]+) │ +(\d+) │ +([\d.]+) │", shown)
+    assert [float(row[0]) for row in rows] == list(BUDGETS)
+    for budget, streams, loss, _, bits in rows:
+        assert float(budget) - 0.05 <= float(streams) <= float(budget)
+        assert 3 < float(loss) < 4.5
+        assert float(bits) == pytest.approx(scores[budget], abs=1e-4)
+    picture = (tmp_path / "new" / "bubbles.svg").read_text()
+    assert all(f"budget {budget}: " in picture for budget in ("1.5", "2", "4"))
+    assert picture.count("<circle") > 700  # about 1.5 + 2 + 4 streams for each of about 100 tokens
 
 
 def test_both_models_have_the_same_size():

@@ -18,7 +18,7 @@ from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.generate.show import coloured, legend, shown, streams_per_token
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-BUDGETS = (1, 1.5, 2, 4)
+BUDGETS = (1.0, 1.5, 2.0, 4.0)
 SHOWN = 4  # the budget of the text in colour: its bubbles differ the most
 NEW_TOKENS = 40
 TIMED_TOKENS = 16

@@ -71,7 +71,7 @@ class _Replay(NamedTuple):
 
 def _detached(record: ForkRecord) -> ForkRecord:
     """Without its autograd graph, which must not outlive the step: the next one may run on another CUDA stream."""
-    return ForkRecord(*(part.detach() if isinstance(part, Tensor) else part for part in record))
+    return record._replace(own_log_score=record.own_log_score.detach(), log_score=record.log_score.detach())
 
 
 class ForwardBackward:
