@@ -20,8 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from thoughtbubbles import __version__
-from thoughtbubbles.data.tokenizer import Tokenizer, save_tokenizer
-from thoughtbubbles.data.tokenizer import load_tokenizer as read_tokenizer
+from thoughtbubbles.data.tokenizer import Tokenizer, read_tokenizer, save_tokenizer
 from thoughtbubbles.files import (
     MANIFEST,
     SHIPPED,

@@ -14,7 +14,7 @@ from thoughtbubbles.cli import main
 from thoughtbubbles.data.loader import Loader, Source
 from thoughtbubbles.data.prepare import prepare
 from thoughtbubbles.data.shards import open_dataset, read_index
-from thoughtbubbles.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer, trained
+from thoughtbubbles.data.tokenizer import read_tokenizer, save_tokenizer, tokenizer, trained
 from thoughtbubbles.data.vocabulary import train_vocabulary
 
 BPE = {"tokenizer": "bpe", "vocab_size": 300, "processes": 1}
@@ -28,7 +28,7 @@ def jsonl(path, texts):
 
 
 def texts_of(folder, split):
-    tok = load_tokenizer(folder)
+    tok = read_tokenizer(folder)
     tokens = np.concatenate([shard.tokens for shard in open_dataset(folder, split=split).shards])
     return tok.decode(tokens.tolist()).split("<|endoftext|>")[:-1]
 
@@ -53,7 +53,7 @@ def copy(whole, tmp_path):
 
 def test_the_folder_has_a_tokenizer_next_to_its_shards(source, whole, tmp_path, capsys):
     assert {name.split("-")[0] for name in contents(whole)} == {"index.json", "train", "val", *FILES}
-    tok, index = load_tokenizer(whole), read_index(whole)
+    tok, index = read_tokenizer(whole), read_index(whole)
     assert (index.tokenizer, index.vocab_size, index.end_of_text) == (tok.name, 300, 299)
     train, val = texts_of(whole, "train"), texts_of(whole, "val")
     assert len(val) > 2
@@ -80,14 +80,14 @@ def test_a_second_folder_with_the_tokenizer_of_the_first(whole, tmp_path):
     assert [(second / name).read_bytes() for name in FILES] == [(whole / name).read_bytes() for name in FILES]
     assert texts_of(second, "train") == texts
     mixed = Loader([Source(whole), Source(second)], rows=4, n_tokens=32, seed=0)
-    assert mixed.tokenizer == load_tokenizer(whole).name
+    assert mixed.tokenizer == read_tokenizer(whole).name
 
     other = tmp_path / "other"
     prepare((str(tmp_path / "b.jsonl"),), out=other, val_fraction=0.0, **BPE)
     with pytest.raises(ValueError, match="tokenizer") as error:
         Loader([Source(whole), Source(other)], rows=4, n_tokens=32, seed=0)
-    assert load_tokenizer(whole).name in str(error.value)
-    assert load_tokenizer(other).name in str(error.value)
+    assert read_tokenizer(whole).name in str(error.value)
+    assert read_tokenizer(other).name in str(error.value)
 
 
 def test_the_tokenizer_of_a_folder_whose_tokenizer_has_a_name(source, tmp_path):
@@ -99,11 +99,11 @@ def test_the_tokenizer_of_a_folder_whose_tokenizer_has_a_name(source, tmp_path):
 
 def test_the_tokenizer_of_the_model_in_the_package(source, tmp_path, monkeypatch, whole):
     index = prepare((str(source),), out=tmp_path / "out", tokenizer="bubbles-7m", processes=1)
-    assert index.tokenizer == load_tokenizer(tmp_path / "out").name == thoughtbubbles.load_tokenizer().name
+    assert index.tokenizer == read_tokenizer(tmp_path / "out").name == thoughtbubbles.load_tokenizer().name
     monkeypatch.chdir(tmp_path)
     shutil.copytree(whole, "bubbles-7m")  # a folder of that name comes first, as for a model
     index = prepare((str(source),), out=tmp_path / "own", tokenizer="bubbles-7m", processes=1)
-    assert index.tokenizer == load_tokenizer(whole).name
+    assert index.tokenizer == read_tokenizer(whole).name
 
 
 def test_the_next_command_has_room_for_a_large_vocabulary(source, tmp_path, capsys):
@@ -373,5 +373,5 @@ def test_a_run_keeps_the_vocabulary_with_its_model(whole, tmp_path, capsys):
     assert "--model.vocab-size 299 is too small" in str(stopped.value)
     main([*words, *small, "--model.vocab-size", "320", "--eval.sample-tokens", "2"])
     tok = thoughtbubbles.load_tokenizer(run_folder)
-    assert tok.name == load_tokenizer(whole).name
-    assert tok.encode(random_texts(1)[0]) == load_tokenizer(whole).encode(random_texts(1)[0])
+    assert tok.name == read_tokenizer(whole).name
+    assert tok.encode(random_texts(1)[0]) == read_tokenizer(whole).encode(random_texts(1)[0])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thoughtbubbles.data import tokenizer as module
-from thoughtbubbles.data.tokenizer import byte_characters, load_tokenizer, save_tokenizer, tokenizer
+from thoughtbubbles.data.tokenizer import byte_characters, read_tokenizer, save_tokenizer, tokenizer
 
 BOTH = pytest.mark.parametrize("name", ["gpt2", "bytes"])
 
@@ -127,7 +127,7 @@ def test_hugging_face_gives_the_same_ids(name, tmp_path):
 
     tok = tokenizer(name)
     save_tokenizer(tok, tmp_path)
-    assert load_tokenizer(tmp_path) is tok
+    assert read_tokenizer(tmp_path) is tok
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.eos_token_id == tok.end_of_text
     assert len(theirs) == tok.size
@@ -159,23 +159,23 @@ def test_hugging_face_gives_the_same_ids(name, tmp_path):
 
 def test_loading_what_is_not_ours(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer_config.json is missing"):
-        load_tokenizer(tmp_path)
+        read_tokenizer(tmp_path)
     path = tmp_path / "tokenizer_config.json"
     path.write_text('{"tokenizer_class": "T5Tokenizer"}')
     with pytest.raises(ValueError, match="does not name one of our tokenizers in the field 'thoughtbubbles_tokenizer'"):
-        load_tokenizer(tmp_path)
+        read_tokenizer(tmp_path)
     for name in ('["gpt2"]', "{}", "7", "null", "true", '"gpt3"', '""', '"' + "x" * 5000 + '"'):
         path.write_text(f'{{"thoughtbubbles_tokenizer": {name}}}')
         with pytest.raises(ValueError, match=r"tokenizer_config.json does not name one of our tokenizers") as error:
-            load_tokenizer(tmp_path)
+            read_tokenizer(tmp_path)
         assert len(str(error.value)) < 1000
     for content, words in [(b"[]", "a JSON list"), (b"\xff", "not JSON"), (b"[" * 100_000, "nested too deeply")]:
         path.write_bytes(content)
         with pytest.raises(ValueError, match=rf"tokenizer_config.json.*{words}"):
-            load_tokenizer(tmp_path)
+            read_tokenizer(tmp_path)
     path.unlink()
     path.symlink_to(path.name)
     with pytest.raises(ValueError, match=r"tokenizer_config.json cannot be used"):
-        load_tokenizer(tmp_path)
+        read_tokenizer(tmp_path)
     with pytest.raises(ValueError, match=r"x.* cannot be used \(File name too long\)"):
-        load_tokenizer(tmp_path / ("x" * 5000))
+        read_tokenizer(tmp_path / ("x" * 5000))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thoughtbubbles.data.stdlib import documents
-from thoughtbubbles.data.tokenizer import MOST_MERGES, load_tokenizer, save_tokenizer, tokenizer, trained
+from thoughtbubbles.data.tokenizer import MOST_MERGES, read_tokenizer, save_tokenizer, tokenizer, trained
 from thoughtbubbles.data.vocabulary import train_vocabulary
 
 SIZE = 1000
@@ -203,8 +203,8 @@ print(tok.name, tok.size, *tok.encode(text))
 
 
 def test_loading_gives_the_same_tokenizer(learned, saved, tmp_path):
-    assert load_tokenizer(saved) is learned
-    save_tokenizer(load_tokenizer(saved), tmp_path)
+    assert read_tokenizer(saved) is learned
+    save_tokenizer(read_tokenizer(saved), tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / name).read_bytes() == (saved / name).read_bytes()
 
@@ -214,7 +214,7 @@ def test_files_that_hugging_face_has_written_again(learned, saved, tmp_path):
     tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json")).save(str(tmp_path / "tokenizer.json"))
     assert (tmp_path / "tokenizer.json").read_bytes() != (saved / "tokenizer.json").read_bytes()
     (tmp_path / "tokenizer_config.json").write_bytes((saved / "tokenizer_config.json").read_bytes())
-    assert load_tokenizer(tmp_path) is learned
+    assert read_tokenizer(tmp_path) is learned
 
 
 def test_the_largest_vocabulary_fits_on_disk():

@@ -39,7 +39,9 @@ def test_the_demo_shows_all_it_promises(tmp_path):
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_the_model_in_the_package_continues_a_paragraph(tmp_path, is_terminal):
     output = io.StringIO()
-    console = Console(file=output, force_terminal=is_terminal, width=110, color_system="truecolor")
+    console = Console(
+        file=output, force_terminal=is_terminal, width=110, color_system="truecolor" if is_terminal else None
+    )
     showcase(tmp_path / "new", console)
     shown = re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue())
     assert PARAGRAPH[:60] in shown
@@ -48,7 +50,7 @@ def test_the_model_in_the_package_continues_a_paragraph(tmp_path, is_terminal):
     rows = re.findall(r"│ +([\d.]+) │ +([\d.]+) │ +([\d.]+) │ +(\d+) │ +([\d.]+) │", shown)
     assert [float(row[0]) for row in rows] == list(BUDGETS)
     for budget, streams, loss, _, bits in rows:
-        assert float(budget) - 0.05 <= float(streams) <= float(budget)
+        assert 0.97 * float(budget) <= float(streams) <= float(budget)  # causal selection uses almost all of it
         assert 3 < float(loss) < 4.5
         assert float(bits) == pytest.approx(scores[budget], abs=1e-4)
     picture = (tmp_path / "new" / "bubbles.svg").read_text()

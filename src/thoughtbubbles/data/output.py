@@ -37,7 +37,7 @@ from thoughtbubbles.data.shards import (
     write_sealed,
 )
 from thoughtbubbles.data.shards import write_index as write_dataset_index
-from thoughtbubbles.data.tokenizer import CONFIG, DEFINITION, TRAINED, Tokenizer, load_tokenizer, saved_tokenizer
+from thoughtbubbles.data.tokenizer import CONFIG, DEFINITION, TRAINED, Tokenizer, read_tokenizer, saved_tokenizer
 from thoughtbubbles.files import read_object, short_name
 
 JOURNAL = "prepare.json"
@@ -190,7 +190,7 @@ class OutputFolder:
             return saved_tokenizer(name, self._folder, remedy=remedy)
         if self.state.kind is None and not os.path.lexists(self._folder / CONFIG):
             return None
-        return load_tokenizer(self._folder, remedy=remedy)
+        return read_tokenizer(self._folder, remedy=remedy)
 
     @property
     def documents(self) -> int:

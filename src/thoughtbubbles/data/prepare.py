@@ -29,7 +29,7 @@ from thoughtbubbles.data.output import SPLITS, OutputFolder, finished
 from thoughtbubbles.data.progress import PrepareProgress, VocabularyProgress
 from thoughtbubbles.data.shards import INDEX, SMALL_VALIDATION, Index, read_index
 from thoughtbubbles.data.sources import Chunk, Input, find_inputs, fingerprint, read_chunks
-from thoughtbubbles.data.tokenizer import NAMED, TRAINED, Tokenizer, load_tokenizer, save_tokenizer, saved_tokenizer
+from thoughtbubbles.data.tokenizer import NAMED, TRAINED, Tokenizer, read_tokenizer, save_tokenizer, saved_tokenizer
 from thoughtbubbles.data.tokenizer import tokenizer as named_tokenizer
 from thoughtbubbles.data.vocabulary import LEAST, MOST, train_vocabulary, training_texts
 from thoughtbubbles.files import SHIPPED, locked, named, reason, shipped_model, short_name
@@ -131,7 +131,7 @@ def _find_tokenizer(given: str, vocab_size: int | None) -> tuple[Tokenizer | Non
             if Path(given).is_dir():
                 return _folder_tokenizer(Path(given)), None
         if given == SHIPPED:
-            return load_tokenizer(shipped_model()), None
+            return read_tokenizer(shipped_model()), None
     raise ValueError(
         f"tokenizer = {short_name(repr(given))}: choose from {', '.join((*NAMED, SHIPPED))} and {TRAINED} (trains "
         "one), or give a folder that has a tokenizer"
@@ -141,7 +141,7 @@ def _find_tokenizer(given: str, vocab_size: int | None) -> tuple[Tokenizer | Non
 def _folder_tokenizer(folder: Path) -> Tokenizer:
     if os.path.lexists(folder / INDEX):  # a prepared folder has no files for a tokenizer with a name
         return saved_tokenizer(read_index(folder).tokenizer, folder)
-    return load_tokenizer(folder)
+    return read_tokenizer(folder)
 
 
 def _check(*, sources: tuple[str, ...], val: tuple[str, ...], val_fraction: float | None) -> None:

@@ -191,7 +191,7 @@ def _split_long_white(text: str) -> list[str]:
 
 
 def save_tokenizer(tok: Tokenizer, folder: Path, *, max_length: int | None = None) -> None:
-    """Writes two files for Hugging Face's AutoTokenizer (which gives the same ids) and for `load_tokenizer`.
+    """Writes two files for Hugging Face's AutoTokenizer (which gives the same ids) and for `read_tokenizer`.
 
     max_length  the model's context length, for truncation in Hugging Face
     """
@@ -235,7 +235,7 @@ def save_tokenizer(tok: Tokenizer, folder: Path, *, max_length: int | None = Non
         write_atomically(folder / name, [(json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode()])
 
 
-def load_tokenizer(folder: Path, *, remedy: str = REMEDY) -> Tokenizer:
+def read_tokenizer(folder: Path, *, remedy: str = REMEDY) -> Tokenizer:
     """The tokenizer that `save_tokenizer` wrote."""
     path = folder / CONFIG
     with named(path, remedy):
@@ -263,7 +263,7 @@ def saved_tokenizer(name: str, folder: Path, *, remedy: str = REMEDY) -> Tokeniz
     """The tokenizer with this name: one that was trained is read from the folder."""
     if not is_trained(name):
         return tokenizer(name)
-    found = load_tokenizer(folder, remedy=remedy)
+    found = read_tokenizer(folder, remedy=remedy)
     if found.name != name:
         raise ValueError(
             f"{short_name(folder / CONFIG)} names the tokenizer {found.name!r} instead of {short_name(repr(name))}: "
