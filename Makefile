@@ -1,4 +1,4 @@
-# make demo      train a small model with bubbles and a plain one side by side (minutes on two cores)
+# make demo      the model in the package at work, then two small ones trained side by side (two minutes on two cores)
 # make test      the core suite: all that a change must pass (a few minutes on two cores)
 # make test-all  that, and what is slow or heavy
 # make check     format, lint, types, import order

@@ -359,7 +359,7 @@ VERBS = {
         lambda arguments: tyro.cli(bench, prog="thoughtbubbles bench", args=arguments),
         "how fast a model trains here: milliseconds, TFLOP/s, memory",
     ),
-    "demo": Verb(demo, "train a model with bubbles and a plain GPT side by side, in minutes"),
+    "demo": Verb(demo, "see a trained model think, then train one with bubbles and a plain GPT, in two minutes"),
     "eval": Verb(evaluate, "perplexity, and benchmarks such as HellaSwag and GSM8K"),
     "export": Verb(
         lambda arguments: tyro.cli(export, prog="thoughtbubbles export", args=arguments),
@@ -389,7 +389,7 @@ usage: thoughtbubbles VERB …
   thoughtbubbles VERB --help    what a verb takes
   thoughtbubbles --version
 
-for example: thoughtbubbles train tiny"""
+for example: thoughtbubbles generate "The cell" --show-bubbles"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -88,10 +88,15 @@ def test_colours_tell_the_streams():
 )
 def test_the_verdict_follows_the_numbers(bubbles, plain, words):
     runs = [
-        {"demo-bubbles": {"validation_loss": b}, "demo-plain": {"validation_loss": p}}
+        {
+            "demo-bubbles": {"validation_loss": b, "tokens_per_second": 100.0},
+            "demo-plain": {"validation_loss": p, "tokens_per_second": 210.0},
+        }
         for b, p in zip(bubbles, plain, strict=True)
     ]
-    assert words in verdict({"machine": "here", "runs": runs})
+    found = verdict({"machine": "here", "runs": runs})
+    assert words in found
+    assert "takes 2.1 times as long" in found
 
 
 def test_the_record_has_three_seeds():

@@ -29,6 +29,11 @@ house beside it. Every evening he climbed the stairs, filled the lamp with oil a
 weather and the names of the passing ships into a book. One winter night"""
 
 
+CAUTION = """\
+One paragraph is too short to tell budgets apart; the last column is over 1.1 million tokens. More about the model:
+src/thoughtbubbles/assets/bubbles-7m/README.md"""
+
+
 class Score(NamedTuple):
     """What the paragraph costs at one budget."""
 
@@ -52,7 +57,7 @@ def showcase(out: Path, console: Console) -> None:
     )
     show_continuation(model, tokenizer, ids, console)
     scores = [score(model, ids, budget) for budget in BUDGETS]
-    console.print(table(scores))
+    console.print(table(scores), CAUTION, soft_wrap=True)
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "bubbles.svg"
     write_atomically(picture, [draw([panel(tokenizer, ids, each) for each in scores[1:]]).encode()])
