@@ -65,9 +65,10 @@ def _resident(field: str) -> int:
 
 
 def _without_places(arguments: list[str]) -> list[str]:
-    """Without output and data folders, which do not affect the results."""
-    kept = [word for before, word in pairwise(["", *arguments]) if not {before, word} & {"--out", "--runs"}]
-    return ["DIR" if before in ("--data", "--data-dir") else word for before, word in pairwise(["", *kept])]
+    """Without the folder for results, and with names for the others: they do not affect the results."""
+    kept = [word for before, word in pairwise(["", *arguments]) if "--out" not in (before, word)]
+    names = {"--data": "DIR", "--data-dir": "DIR", "--runs": "RUNS"}
+    return [names.get(before, word) for before, word in pairwise(["", *kept])]
 
 
 def slug(name: str) -> str:

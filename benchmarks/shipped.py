@@ -80,10 +80,9 @@ def mean(losses: Tensor, weights: Tensor) -> dict[str, float]:
     return {"nats": value.item(), "standard_error": spread.item()}
 
 
-def text_of(data: Path, tokenizer: Tokenizer) -> tuple[bytes, int]:
-    """The validation text, with a newline at the end of each document, and its number of tokens."""
-    ids = np.concatenate([shard.tokens for shard in open_dataset(data, split="val").shards]).tolist()
-    return b"".join(b"\n" if i == tokenizer.end_of_text else tokenizer.token_bytes(i) for i in ids), len(ids)
+def validation_ids(data: Path) -> list[int]:
+    ids: list[int] = np.concatenate([shard.tokens for shard in open_dataset(data, split="val").shards]).tolist()
+    return ids
 
 
 def training(run: Path) -> dict[str, Any]:
@@ -114,16 +113,18 @@ def measure(
     ):  # the twin first: others are compared with it
         model, tokenizer = shipped(runs / name, device)
         if "text" not in found:
-            text, n_tokens = text_of(data, tokenizer)
+            ids = validation_ids(data)
+            text = b"".join(b"\n" if i == tokenizer.end_of_text else tokenizer.token_bytes(i) for i in ids)
             packed = {"gzip -9": gzip.compress(text, 9), "xz -9": lzma.compress(text, preset=9)}
-            found["text"] = {"bytes": len(text), "tokens": n_tokens}
-            found["compressors"] = {name: 8 * len(each) / len(text) for name, each in packed.items()}
+            n_bytes = sum(len(tokenizer.token_bytes(i)) for i in ids if i != tokenizer.end_of_text)
+            found["text"] = {"bytes": n_bytes, "tokens": len(ids)}
+            found["compressors"] = {name: 8 * len(each) / n_bytes for name, each in packed.items()}
         scores = {}
         for budget in budgets if name == SHIPPED else [None]:
             losses, weights = window_losses(model, data, budget, device=device, batch=batch).unbind(1)
             if name.endswith("-plain"):
                 twin = losses
-            key = str(model.config.budget if budget is None else budget)
+            key = f"{model.config.budget if budget is None else budget:g}"
             scores[key] = {
                 **mean(losses, weights),
                 "bits_per_byte": losses.sum().item() / math.log(2) / found["text"]["bytes"],
@@ -207,6 +208,7 @@ def card(run: dict[str, Any]) -> str:
         lr=training["config"]["optim"]["lr"],
         budgets=", ".join(f"{budget:g}" for budget in training["config"]["budgets"]),
         commit=run["measured"]["commit"],
+        trained=training["commit"],
         machine=run["measured"]["machine"],
         torch=run["measured"]["torch"],
         command=run["measured"]["command"],

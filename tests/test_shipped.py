@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,8 @@ import thoughtbubbles
 from thoughtbubbles.checkpoint import find_model
 from thoughtbubbles.data.loader import Source, ValidationSet
 from thoughtbubbles.data.prepare import prepare
+from thoughtbubbles.evals.settings import Evaluation
+from thoughtbubbles.evals.windows import windows_for
 from thoughtbubbles.files import SHIPPED, read_object, shipped_model
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
@@ -183,7 +186,7 @@ def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     [
         (["generate", "The cell", "--max-new", "3"], "The cell"),
         (["inspect"], "6,914,496"),
-        (["eval", "--tasks", "piqa", "--data-dir", str(ROOT / "docs/examples/benchmarks")], "runs/bubbles-7m/eval"),
+        (["eval", "--tasks", "piqa", "--data-dir", str(ROOT / "docs/examples/benchmarks")], "runs/eval-bubbles-7m/"),
     ],
     ids=["generate", "inspect", "eval"],
 )
@@ -200,7 +203,30 @@ def test_its_export_keeps_what_its_card_reports(tmp_path, card):
     assert done.stderr == f"no --checkpoint: using {SHIPPED}, the model in the package\n"
     text = (tmp_path / "exported" / "README.md").read_text()
     assert f"| {SHIPPED}, budget 2 | {card['scores']['2']['nats']:.4f} |" in text
-    assert "## Training" in text
+    for kept in (
+        "license: mit",
+        "Do not trust what it says",
+        "## Training",
+        "## Samples",
+        card["samples"][0]["text"][:50],
+    ):
+        assert kept in text
+
+
+@pytest.mark.parametrize("checkpoint", [None, "run"])
+def test_text_in_other_tokens_is_refused_with_the_option_that_helps(tmp_path, model, tokenizer, checkpoint):
+    """For a run, `prepare` wants the folder of its model, which has the tokenizer."""
+    folder = tmp_path / "run" / "step-00000001" / "model"
+    shutil.copytree(shipped_model(), folder)
+    (tmp_path / "mine.txt").write_text(TEXT.read_text())
+    source, out = (str(tmp_path / "mine.txt"),), tmp_path / "data"
+    prepare(source, out=out, tokenizer="bytes", val_fraction=0, processes=1)
+    settings = Evaluation(checkpoint=checkpoint and tmp_path / checkpoint, data=out, split="train")
+    with pytest.raises(ValueError, match="prepare the text with --tokenizer ") as error:
+        windows_for(settings, model.config, tokenizer)
+    option = str(error.value).split("--tokenizer ")[1]
+    assert option == (SHIPPED if checkpoint is None else str(folder))
+    prepare(source, out=tmp_path / "again", tokenizer=option, val_fraction=0, processes=1)
 
 
 def test_its_name_stands_for_it_unless_there_is_a_folder_of_that_name(tmp_path, monkeypatch):
@@ -217,10 +243,7 @@ def test_it_can_be_fine_tuned_on_your_own_text(tmp_path):
     (tmp_path / "mine.txt").write_text(TEXT.read_text() * 3)
     run("prepare", "mine.txt", "--tokenizer", SHIPPED, "--val-fraction", "0", "--out", "data", cwd=tmp_path)
     options = ["--tokens", "256", "--tokens-per-step", "128", "--model.block-size", "128", "--out", "tuned"]
-    tuned = run(
-        "train", SHIPPED, "--init-from", SHIPPED, "--data.mixture", "data", *options, "--log.every", "1", cwd=tmp_path
-    )
-    assert tuned.returncode == 0
+    run("train", SHIPPED, "--init-from", SHIPPED, "--data.mixture", "data", *options, "--log.every", "1", cwd=tmp_path)
     losses = [json.loads(line) for line in (tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()]
     first = next(line["loss"] for line in losses if "loss" in line)
     assert first < 4.5  # an untrained model has 9.0

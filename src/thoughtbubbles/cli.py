@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from thoughtbubbles.evals.settings import Evaluation
 
 
-def or_shipped(checkpoint: Path | None) -> Path | None:
-    """The checkpoint that was given; without one, says which model is used."""
-    if checkpoint is None and int(os.environ.get("RANK", 0)) == 0:
+def or_shipped(checkpoint: Path | None, *, option: str = "--checkpoint") -> Path | None:
+    """The checkpoint that was given; without one, the first rank says which model is used."""
+    if checkpoint is None and os.environ.get("RANK", "0") == "0":
         from thoughtbubbles.files import SHIPPED
 
-        print(f"no --checkpoint: using {SHIPPED}, the model in the package", file=sys.stderr)
+        print(f"no {option}: using {SHIPPED}, the model in the package", file=sys.stderr)
     return checkpoint
 
 
@@ -48,9 +48,8 @@ def inspect(
     from thoughtbubbles.recipes.costs import inspect_model
 
     if model is None:
-        print(f"no MODEL: using {SHIPPED}, the model in the package", file=sys.stderr)
-        model = SHIPPED
-    inspect_model(model, tokens=tokens, rows=rows, copies=copies, budgets=budgets)
+        or_shipped(None, option="MODEL")
+    inspect_model(model or SHIPPED, tokens=tokens, rows=rows, copies=copies, budgets=budgets)
 
 
 TRAIN_USAGE = """\

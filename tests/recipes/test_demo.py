@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from rich.console import Console
 from helpers import lively_model
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.generate.show import coloured, streams_per_token
-from thoughtbubbles.recipes.demo import BUBBLES, NAMES, NEXT, RECORD, demo, verdict
+from thoughtbubbles.recipes.demo import BUBBLES, NAMES, NEXT, RECORD, demo, draw, verdict
 from thoughtbubbles.recipes.showcase import BUDGETS, PARAGRAPH, showcase, validation_scores
 from train.runs import run_command
 
@@ -56,6 +57,12 @@ def test_the_model_in_the_package_continues_a_paragraph(tmp_path, is_terminal):
     picture = (tmp_path / "new" / "bubbles.svg").read_text()
     assert all(f"budget {budget}: " in picture for budget in ("1.5", "2", "4"))
     assert picture.count("<circle") > 700  # about 1.5 + 2 + 4 streams for each of about 100 tokens
+
+
+def test_without_matplotlib_there_are_no_curves_and_no_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert draw([], tmp_path / "loss.png") is False
+    assert not list(tmp_path.iterdir())
 
 
 def test_both_models_have_the_same_size():

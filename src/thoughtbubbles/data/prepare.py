@@ -45,7 +45,7 @@ MUCH = 10**8  # tokens: enough for one of the paper's models
 NEXT = {  # recipes to suggest: name, context length, and minimum number of tokens
     "bytes": (("tiny", 128, 0),),
     "gpt2": (("150m-r2", 512, MUCH), ("small-gpt2", 256, 0)),
-    TRAINED: (("bubbles-7m", 512, 0),),
+    TRAINED: ((SHIPPED, 512, MUCH), ("small-gpt2", 256, 0)),
 }
 AGAIN = "run the same command again to resume"
 
@@ -387,6 +387,6 @@ def _next_command(out: Path, index: Index) -> str:
     words = ["thoughtbubbles", "train", recipe, "--data.mixture", f"{out}=1" if "=" in str(out) else str(out)]
     if index.kind == "text" and n_tokens <= block_size:  # too few for one window of the recipe's context length
         words += ["--model.block-size", str(1 << (n_tokens - 1).bit_length() - 1)]
-    if index.tokenizer not in NEXT and index.vocab_size > VOCAB_SIZE:
+    if index.tokenizer not in NEXT and (recipe != SHIPPED or index.vocab_size > VOCAB_SIZE):
         words += ["--model.vocab-size", str(-(-index.vocab_size // 64) * 64)]
     return shlex.join(words)

@@ -2,7 +2,7 @@
 
     RUN/eval/step-N/          of a checkpoint of a run; outside of it, so they outlive it and are not in its manifest
     MODEL/eval/               of a model folder
-    runs/bubbles-7m/eval/     of the model in the package
+    runs/eval-bubbles-7m/     of the model in the package
         answers/              saved answers, shared by all evaluations
         NAME/results.json     an evaluation and its figures; NAME describes it, with a checksum of what its numbers
                               depend on: weights, config, tokenizer, budgets, dtype, the questions and the text
@@ -36,7 +36,7 @@ def home_of(folder: Path) -> Path:
     """The folder for evaluations of a model folder (from `find_model`), also if the path goes through links."""
     real = folder.resolve()
     if real == shipped_model().resolve():  # an installed package is not a place for results
-        return Path("runs") / SHIPPED / "eval"
+        return Path("runs") / f"eval-{SHIPPED}"
     folder = folder if folder.absolute() == real else real
     step = folder.parent
     return (

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from thoughtbubbles.checkpoint import find_model
 from thoughtbubbles.data.loader import Source, ValidationSet
 from thoughtbubbles.data.tokenizer import NAMED, Tokenizer
 from thoughtbubbles.evals.autoregressive import Windows
@@ -39,7 +40,9 @@ def windows_for(settings: Evaluation, config: ModelConfig, tokenizer: Tokenizer)
 
 def _option(settings: Evaluation, tokenizer: Tokenizer) -> str:
     """How `prepare` is told to use this tokenizer: a trained one is in the model's folder."""
-    return tokenizer.name if tokenizer.name in NAMED else str(settings.checkpoint or SHIPPED)
+    if tokenizer.name in NAMED:
+        return tokenizer.name
+    return SHIPPED if settings.checkpoint is None else str(find_model(settings.checkpoint))
 
 
 def text_bytes(windows: Windows, tokenizer: Tokenizer) -> int:

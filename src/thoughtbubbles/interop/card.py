@@ -14,9 +14,10 @@ from thoughtbubbles.evals.results import exact, home_of, weights_of
 from thoughtbubbles.files import parse_json, read_object, shipped_model
 from thoughtbubbles.model.config import ModelConfig
 
-FRONT = """\
+LICENCE = "# license: choose one and write it here; the modelling code next to this file is under the MIT licence"
+FRONT = f"""\
 ---
-# license: choose one and write it here; the modelling code next to this file is under the MIT licence
+{LICENCE}
 library_name: transformers
 pipeline_tag: text-generation
 tags:
@@ -91,9 +92,10 @@ class Fact(NamedTuple):
 def card(name: str, config: ModelConfig, *, parameters: int, dtype: str, folder: Path, has_tokenizer: bool) -> str:
     """`folder` is where the model comes from, inside its run or alone; `dtype` is that of the exported weights."""
     use = USE.format(snippet=WITH_TOKENIZER if has_tokenizer else WITH_IDS)
-    parts = [FRONT, f"# {name}\n", about(config) + "\n", use, "## The model\n"]
-    parts.append(facts([Fact("parameters", parameters), Fact("dtype", dtype), *shape(config)]))
     known = earlier_sections(folder)
+    front, begin = known.get("front", FRONT), known.get("begin", "")
+    parts = [front, f"# {name}\n", about(config) + "\n", begin, use, "## The model\n"]
+    parts.append(facts([Fact("parameters", parameters), Fact("dtype", dtype), *shape(config)]))
     training = facts(training_rows(folder)) or known.get("Training", "")
     scores = joined(evaluation(evaluations(folder)), known.get("Evaluation", ""))
     before = read_json(folder / "config.json").get("dtype", dtype)
@@ -101,19 +103,28 @@ def card(name: str, config: ModelConfig, *, parameters: int, dtype: str, folder:
         parts.append(known.get("converted", CONVERTED.format(before=before, dtype=dtype) if before != dtype else ""))
     parts += ["## Training\n", training] if training else []
     parts += ["## Evaluation\n", scores] if scores else []
+    parts += ["## Samples\n", known["Samples"]] if "Samples" in known else []
     return "\n".join(part for part in parts if part)
 
 
 def earlier_sections(folder: Path) -> dict[str, str]:
     """The sections of a card, by heading, if the folder has one: it is an export, or the model in the package.
-    `converted` is its remark on a dtype conversion."""
-    is_ours = (folder / "modeling_thoughtbubbles.py").is_file() or folder.resolve() == shipped_model().resolve()
+
+    `converted` is its remark on a dtype conversion; of the model in the package, `front` is the metadata with its
+    licence and `begin` its first paragraph.
+    """
+    is_shipped = folder.resolve() == shipped_model().resolve()
+    is_ours = (folder / "modeling_thoughtbubbles.py").is_file() or is_shipped
     if not is_ours or not (folder / "README.md").is_file():
         return {}
     text = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
     _, *parts = re.split(r"^## (.+)\n+", text, flags=re.MULTILINE)
     found = {heading: body.rstrip() + "\n" for heading, body in zip(parts[::2], parts[1::2], strict=True)}
     converted = re.search(r"^The numbers below are those of .*\n", text, flags=re.MULTILINE)
+    if is_shipped:
+        begin = re.search(r"^# .*\n\n((?:.+\n)+)", text, flags=re.MULTILINE)
+        found["front"] = FRONT.replace(LICENCE, "license: mit")
+        found["begin"] = begin.group(1) if begin else ""
     return found | ({"converted": converted.group()} if converted else {})
 
 

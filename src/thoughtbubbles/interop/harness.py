@@ -16,6 +16,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
 from thoughtbubbles import __version__
+from thoughtbubbles.checkpoint import find_model
 from thoughtbubbles.evals.results import RESULTS, exact, home_of, make_folders, move_aside, named_by, weights_of
 from thoughtbubbles.files import check_folder, crc32, did_you_mean, short_name, write_json
 from thoughtbubbles.generate.requests import Method
@@ -63,7 +64,7 @@ def run_harness(
     definitions = None if data_dir is None else local_tasks(data_dir, tasks, cache_dir=cache_dir)
     manager = _manager(tasks, definitions)
     model = ThoughtbubblesLM(
-        checkpoint,
+        find_model(checkpoint),
         budget=budget,
         dtype=dtype,
         device=device,

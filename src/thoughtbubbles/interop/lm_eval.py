@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 class ThoughtbubblesLM(TemplateLM):
     def __init__(
         self,
-        checkpoint: str | Path | None = None,
+        checkpoint: str | Path,
         *,
         budget: int | float | str | None = None,
         dtype: str = "float32",
@@ -62,8 +62,7 @@ class ThoughtbubblesLM(TemplateLM):
         max_batch_size: int | None = None,
     ):
         """
-        checkpoint    a model folder, a checkpoint of a run, or a run (its newest checkpoint); None: the one in the
-                      package
+        checkpoint    a model folder, a checkpoint of a run, a run (its newest checkpoint), or bubbles-7m
         budget        streams per token, overrides the model's own, such as 2, 1.5 or 4/3
         dtype         float32, float64 or bfloat16 (matrix products only, as in training on a GPU; for generation, the
                       weights too)
@@ -249,7 +248,7 @@ def check_options(checkpoint: Any, *, dtype: Any, batch_tokens: Any, method: Any
     """Validates what --model_args or a caller has given."""
     methods = (None, *get_args(Method))
     for name, value, is_right, remedy in (
-        ("checkpoint", checkpoint, isinstance(checkpoint, (str, Path, type(None))), "give the model's folder"),
+        ("checkpoint", checkpoint, isinstance(checkpoint, (str, Path)), "give the model's folder"),
         ("dtype", dtype, dtype in ("float32", "float64", "bfloat16"), "choose float32, float64 or bfloat16"),
         (
             "batch_tokens",

@@ -38,8 +38,8 @@ from thoughtbubbles.train.config import DataConfig, EvalConfig, LogConfig, Optim
 NEXT = {  # what to try next
     'generate "The cell" --show-bubbles --budget 4': "the model in the package, with more streams per token",
     'generate "Return the" --checkpoint {trained}': "the model that you have just trained",
-    "prepare FILES --tokenizer bpe --out data/mine": "your own text, with a vocabulary trained on it",
-    "train bubbles-7m --data.mixture data/mine": "and a model for it (better on a GPU)",
+    "prepare FILES --tokenizer bubbles-7m --out data/mine": "your own text, and the model trained on with it:",
+    "train bubbles-7m --init-from bubbles-7m --data.mixture data/mine --tokens 2e5 --tokens-per-step 4096": "",
 }
 RECORD = Path(__file__).with_name("demo.json")
 NAMES = {"demo-bubbles": "bubbles, 2 streams per token", "demo-plain": "plain GPT"}
@@ -47,7 +47,7 @@ NAMES = {"demo-bubbles": "bubbles, 2 streams per token", "demo-plain": "plain GP
 BUBBLES = ModelConfig(
     n_layer=3, n_head=2, width=64, vocab_size=384, block_size=128, fork_layers=(1, 2), score_bias=3, merge="residual"
 )
-LINE_SECONDS = 5.0  # between lines of progress, where no one watches a bar
+LINE_SECONDS = 5.0  # between lines of progress, if the output is not a terminal
 
 
 def demo(name: str) -> RunConfig:
@@ -156,10 +156,12 @@ def _state(lines: list[dict[str, Any]]) -> tuple[int, str]:
     return steps[-1]["step"], facts
 
 
-def draw(runs: list[Watched], path: Path) -> None:
-    """Training loss (a running mean) and validation loss of both."""
-    import matplotlib
-
+def draw(runs: list[Watched], path: Path) -> bool:
+    """Training loss (a running mean) and validation loss of both; False without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -180,6 +182,7 @@ def draw(runs: list[Watched], path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+    return True
 
 
 def show_sample(run: Watched, console: Console) -> None:
@@ -213,8 +216,8 @@ def verdict(record: dict[str, Any]) -> str:
     return (
         f"How much of this is chance? Over {seeds} seeds of this run ({record['machine']}): bubbles "
         f"{shown['demo-bubbles']}; plain {shown['demo-plain']}. So at this size and length {words}, after equally many "
-        f"steps; a step with bubbles takes {slower:.1f} times as long. What two minutes show may be gone later: longer "
-        "trials are in docs/log.md, and the paper's gains are at 150M parameters and 2.5B tokens or more."
+        f"steps; a step with bubbles takes {slower:.1f} times as long. What two minutes show may be gone later: the "
+        "project's docs/log.md has longer trials, and the paper's gains are at 150M parameters and 2.5B tokens or more."
     )
 
 
@@ -267,14 +270,12 @@ def _report(runs: list[Watched], numbers: dict[str, Any], out: Path, console: Co
             f"{facts['tokens_per_second']:,.0f}",
             f"{facts['streams_per_token']:.2f}",
         )
-    draw(runs, out / "loss.png")
     console.print(table)
     show_sample(runs[0], console)
     if RECORD.exists():
         console.print("\n" + verdict(json.loads(RECORD.read_text())), soft_wrap=True)
-    console.print(
-        f"\nloss curves: {out / 'loss.png'}\ncheckpoint:  {next(iter(runs[0].folder.glob('step-*')))}", soft_wrap=True
-    )
+    curves = str(out / "loss.png") if draw(runs, out / "loss.png") else "need matplotlib, which is not installed"
+    console.print(f"\nloss curves: {curves}\ncheckpoint:  {next(iter(runs[0].folder.glob('step-*')))}", soft_wrap=True)
     commands = [f"{_command()} {words.format(trained=runs[0].folder)}" for words in NEXT]
     width = max(map(len, commands))
     console.print("\nWhat to try next:")

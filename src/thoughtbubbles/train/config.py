@@ -215,7 +215,7 @@ class RunConfig:
             not self.budgets or bool(self.model.fork_layers),
             "budgets",
             self.budgets,
-            "a model without fork layers has no budget; leave it out",
+            "a model without fork layers has no budget; give --budgets without values",
         )
         for budget in self.budgets:
             Budget.of(budget, name="--budgets").check_range(self.model.block_size, name="--budgets")

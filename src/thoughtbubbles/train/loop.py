@@ -105,7 +105,13 @@ class Trainer:
         self.products = MixedPrecision(
             self.model, self.precision, device=world.device.type, is_sharded=world.is_distributed
         )
-        self.passes = ForwardBackward(self.model, self.products, graph=uses_graph(config.compute, world), join=join)
+
+        def settle() -> None:
+            join()
+            self.checkpoints.wait()
+
+        graph = uses_graph(config.compute, world)
+        self.passes = ForwardBackward(self.model, self.products, graph=graph, join=settle)
         self.optimizer = Optimizer(self.model, config.optim)
         self.checkpoints = Checkpoints(
             self.folder,

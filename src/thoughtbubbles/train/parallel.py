@@ -76,8 +76,9 @@ def _compile(model: Thoughtbubbles, *, blocks: bool) -> None:
 
     Shapes are static, since a graph with dynamic shapes would lose much of the speed.
     """
-    # Every fork layer may have its own shape, in training and in evaluation; none may silently fall back to eager.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    # Every fork layer may have its own shape, for each budget, in training and in evaluation; none may silently fall
+    # back to eager.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
     for part in [*(model.blocks if blocks else ()), *model.forks.values()]:
         part.compile(dynamic=False)
     model.apply_update = torch.compile(model.apply_update, dynamic=False)  # type: ignore[method-assign]

@@ -77,6 +77,11 @@ class Checkpoints:
         """Whether a started save has ended, successfully or not."""
         return self._pending is not None and not self._pending.thread.is_alive()
 
+    def wait(self) -> None:
+        """Waits for a started save, whose result is still to be asked for."""
+        if self._pending is not None:
+            self._pending.thread.join()
+
     def finish(self) -> None:
         """Waits for a started save; raises SaveError if it failed."""
         pending, self._pending = self._pending, None

@@ -78,7 +78,7 @@ class ForwardBackward:
     def __init__(
         self, model: Thoughtbubbles, products: MixedPrecision, *, graph: bool, join: Callable[[], None] = lambda: None
     ):
-        """`join` waits for other users of the GPU at the start of a run; nothing else may use it during a capture."""
+        """`join` waits for other threads that use the GPU: none may during a capture."""
         self.model, self.products, self.graph, self._join = model, products, graph, join
         self._replays: dict[_Key, _Replay] = {}
         self._has_run: set[_Key] = set()
@@ -134,6 +134,7 @@ class ForwardBackward:
         return replay.result
 
     def _capture(self, micro: MicroBatch, key: _Key) -> _Replay:
+        self._join()
         inputs = MicroBatch(*(tensor.clone() for tensor in micro))
         graph = torch.cuda.CUDAGraph()
         pool = next((other.graph.pool() for other in self._replays.values()), None)
