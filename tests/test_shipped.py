@@ -101,7 +101,7 @@ def validation(tmp_path_factory):
     if not path.exists():
         pytest.skip(f"{path} is missing")
     out = tmp_path_factory.mktemp("validation") / "val"
-    prepare((str(path),), out=out, val_fraction=0, tokenizer=SHIPPED, processes=1)
+    prepare((str(path),), out=out, val_fraction=0.0, tokenizer=SHIPPED, processes=1)
     return out
 
 
@@ -220,13 +220,13 @@ def test_text_in_other_tokens_is_refused_with_the_option_that_helps(tmp_path, mo
     shutil.copytree(shipped_model(), folder)
     (tmp_path / "mine.txt").write_text(TEXT.read_text())
     source, out = (str(tmp_path / "mine.txt"),), tmp_path / "data"
-    prepare(source, out=out, tokenizer="bytes", val_fraction=0, processes=1)
+    prepare(source, out=out, tokenizer="bytes", val_fraction=0.0, processes=1)
     settings = Evaluation(checkpoint=checkpoint and tmp_path / checkpoint, data=out, split="train")
     with pytest.raises(ValueError, match="prepare the text with --tokenizer ") as error:
         windows_for(settings, model.config, tokenizer)
     option = str(error.value).split("--tokenizer ")[1]
     assert option == (SHIPPED if checkpoint is None else str(folder))
-    prepare(source, out=tmp_path / "again", tokenizer=option, val_fraction=0, processes=1)
+    prepare(source, out=tmp_path / "again", tokenizer=option, val_fraction=0.0, processes=1)
 
 
 def test_its_name_stands_for_it_unless_there_is_a_folder_of_that_name(tmp_path, monkeypatch):
