@@ -67,7 +67,7 @@ def test_the_folder_has_a_tokenizer_next_to_its_shards(source, whole, tmp_path, 
     assert prepare((str(source),), out=whole, val_fraction=0.1, **BPE) == index
     shown = capsys.readouterr().out
     assert f"{whole} is already prepared; nothing to do" in shown
-    assert shown.endswith(f"next: thoughtbubbles train bubbles-7m --data.mixture {whole}\n")
+    assert shown.endswith(f"next: thoughtbubbles train small-gpt2 --data.mixture {whole} --model.vocab-size 320\n")
     with pytest.raises(ValueError, match=r"a prepared dataset with other settings \(vocab_size = 300\)"):
         prepare((str(source),), out=whole, val_fraction=0.1, **{**BPE, "vocab_size": 301})
 
