@@ -29,8 +29,7 @@ house beside it. Every evening he climbed the stairs, filled the lamp with oil a
 weather and the names of the passing ships into a book. One winter night"""
 
 
-CAUTION = """\
-One paragraph is too short to tell budgets apart; the last column is over 1.1 million tokens.\n"""
+CAUTION = "One paragraph is too short to tell budgets apart; the last column is over 1.1 million tokens."
 
 
 class Score(NamedTuple):
