@@ -108,9 +108,8 @@ def measure(
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"models": {}}
     twin: Tensor | None = None
-    for name in sorted(
-        names, key=lambda name: not name.endswith("-plain")
-    ):  # the twin first: others are compared with it
+    twin_first = sorted(names, key=lambda name: not name.endswith("-plain"))  # the others are compared with it
+    for name in twin_first:
         model, tokenizer = shipped(runs / name, device)
         if "text" not in found:
             ids = validation_ids(data)
