@@ -101,6 +101,12 @@ def demo(arguments: Sequence[str]) -> None:
     tyro.cli(run_demo, prog="thoughtbubbles demo", args=arguments)
 
 
+def reproduce(arguments: Sequence[str]) -> None:
+    from thoughtbubbles.recipes.reproduce.command import reproduce as run
+
+    tyro.cli(run, prog="thoughtbubbles reproduce", args=arguments)
+
+
 def evaluate(arguments: Sequence[str]) -> None:
     from thoughtbubbles.evals.settings import Evaluation
 
@@ -377,6 +383,9 @@ VERBS = {
         "what a model costs: parameters, FLOPs, streams, memory",
     ),
     "prepare": Verb(prepare, "text, chats and questions to shards of tokens"),
+    "reproduce": Verb(
+        reproduce, "the experiments behind docs/results: train and measure their rows, render the report"
+    ),
     "train": Verb(train, "pretrain, mid-train or fine-tune, on one device or many"),
 }
 

@@ -75,6 +75,7 @@ def test_order_and_what_is_left_behind(tmp_path):
     for fork in forks[-1]:
         assert 1 <= fork["streams"] <= 2
         assert 0 <= fork["dropped"] < 1
+        assert 0 <= fork["alive"] <= 1
         assert 0 <= fork["scores"][0] <= fork["scores"][1] <= fork["scores"][2] <= 1
     assert forks[-1][0]["dropped"] == 0  # at r = 2 the first fork layer keeps every candidate
 
@@ -308,7 +309,7 @@ def test_tensorboard(tmp_path):
     ]
     assert events.Scalars("validation_loss/corpus")
     forks = {tag for tag in events.Tags()["scalars"] if tag.startswith("forks")}
-    parts = ("streams", "dropped", "scores/p10", "scores/p50", "scores/p90")
+    parts = ("streams", "dropped", "alive", "scores/p10", "scores/p50", "scores/p90")
     assert forks == {f"forks/layer-{layer}/{part}" for layer in (1, 3) for part in parts}  # names, not indices
     logged = next(line["forks"] for line in metrics(tmp_path / "run") if "forks" in line)
     for fork in logged:

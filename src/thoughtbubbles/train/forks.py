@@ -11,6 +11,7 @@ from thoughtbubbles.model.fork import ForkRecord
 
 QUANTILES = (0.1, 0.5, 0.9)
 QUANTILE_NAMES = ("p10", "p50", "p90")
+ALIVE = 0.05  # a stream with a lower score is attenuated to almost nothing
 
 
 @torch.no_grad()
@@ -20,6 +21,7 @@ def fork_statistics(records: Sequence[ForkRecord], lengths: Int[Tensor, "B"], n_
     streams   mean number of streams per token after the layer
     dropped   share of the candidates that did not survive
     scores    quantiles (10, 50, 90 %) of the candidates' scores
+    alive     share of the surviving streams with a score above 0.05
     """
     found = []
     token = torch.arange(n_tokens, device=lengths.device)
@@ -30,8 +32,10 @@ def fork_statistics(records: Sequence[ForkRecord], lengths: Int[Tensor, "B"], n_
         quantiles = torch.quantile(_at_most(scores, 1 << 20), torch.tensor(QUANTILES, device=scores.device))
         kept = record.selected.sum() / real.sum()
         streams = record.bubble_size.sum() / lengths.sum()
-        numbers = torch.stack([streams, 1 - kept, *quantiles]).tolist()
-        found.append({"layer": record.layer, "streams": numbers[0], "dropped": numbers[1], "scores": numbers[2:]})
+        alive = (scores[record.selected[real]] > ALIVE).float().mean()
+        numbers = torch.stack([streams, 1 - kept, alive, *quantiles]).tolist()
+        names = ("streams", "dropped", "alive")
+        found.append({"layer": record.layer, **dict(zip(names, numbers, strict=False)), "scores": numbers[3:]})
         token = record.token
     return found
 
