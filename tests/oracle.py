@@ -41,6 +41,7 @@ class Settings:
     gate_v: bool = True
     gate_residual: bool = True
     score_scale: str = "head"  # or "one"
+    head_gate: bool = False
 
 
 @dataclass
@@ -234,7 +235,10 @@ def attend(
 
 
 def attention_layer(weights: Weights, settings: Settings, name: str, streams: list[Stream]) -> list[Tensor]:
-    """W_o [head_0, head_1, ...] + b_o for every stream; stream i sees streams 0..i."""
+    """W_o [head_0, head_1, ...] + b_o for every stream; stream i sees streams 0..i.
+
+    With head_gate, head_n is multiplied by 1 / (1 + exp(-z_n)); z = W_g LN(x) + b_g has one number per head.
+    """
     width, size = settings.width, settings.width // settings.n_head
     place = positions(streams)
     log_scores = [stream.log_score for stream in streams]
@@ -248,7 +252,11 @@ def attention_layer(weights: Weights, settings: Settings, name: str, streams: li
         values = [row[2 * width :][channels] for row in qkv]
         for i in range(len(streams)):
             visible = slice(0, i + 1)
-            heads[i].append(attend(queries[i], keys[visible], values[visible], log_scores[visible], settings))
+            head = attend(queries[i], keys[visible], values[visible], log_scores[visible], settings)
+            if settings.head_gate:
+                z = linear(weights, f"{name}.attention.gate", normed[i])[n]
+                head = head / (1.0 + torch.exp(-z))
+            heads[i].append(head)
     return [linear(weights, f"{name}.attention.out", torch.cat(parts)) for parts in heads]
 
 

@@ -129,6 +129,7 @@ FAULTS = [
         GRAPH,
     ),
     Fault("kernels/decode.py", "key_bias + b * S + kept + w,", "key_bias + b * S + w,", GRAPH),
+    Fault("generate/graph.py", "attention.gate_heads(heads, h)", "heads", GRAPH),
     # Training on several ranks, steps, precision
     Fault(
         "train/parallel.py", "group.set_gradient_divide_factor(1.0)", "group.set_gradient_divide_factor(2.0)", PARALLEL
@@ -258,6 +259,8 @@ FAULTS = [
         FORK,
     ),
     Fault("model/fork.py", "FLOOR = -20.0", "FLOOR = -25.0", MODEL),
+    Fault("model/attention.py", "self.out.product(self.gate_heads(heads, x))", "self.out.product(heads)", ATTENTION),
+    Fault("model/attention.py", "self.out(self.gate_heads(heads, x))", "self.out(heads)", MODEL),
     Fault(
         "model/attention.py",
         "high = (bias.detach().view(torch.int32) & -(1 << 16)).view(torch.float32)",

@@ -23,7 +23,15 @@ from thoughtbubbles.files import write_manifest
 SOURCE = Path(__file__).parents[1] / "src" / "thoughtbubbles"
 
 
-@pytest.mark.parametrize("changes", [{}, {"fork_layers": (), "merge": "original"}, {"score_bias": 1.5, "budget": 1.5}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"fork_layers": (), "merge": "original"},
+        {"score_bias": 1.5, "budget": 1.5},
+        {"head_gate": True},
+    ],
+)
 def test_a_model_comes_back_as_it_was(tmp_path, changes):
     model = lively_model(small_config(**changes), dtype=torch.float32)
     save_model(tmp_path / "model", model)
@@ -48,6 +56,18 @@ def test_what_the_folder_says(tmp_path):
     assert thoughtbubbles.load(tmp_path / "model").embedding.weight.dtype == torch.bfloat16
     assert thoughtbubbles.load(tmp_path / "model", dtype=torch.float64).embedding.weight.dtype == torch.float64
     assert load_tokenizer(tmp_path / "model").name == "bytes"
+
+
+def test_a_config_from_before_a_field_takes_its_default(tmp_path):
+    model = lively_model(small_config(), dtype=torch.float32)
+    save_model(tmp_path / "model", model)
+    path = tmp_path / "model" / "config.json"
+    described = json.loads(path.read_text())
+    assert described.pop("head_gate") is False
+    path.write_text(json.dumps(described))
+    opened, ids = thoughtbubbles.load(tmp_path / "model"), random_ids(model.config, 2, 9)
+    assert opened.config == model.config
+    assert torch.equal(model(ids, want=("logits",)).logits, opened(ids, want=("logits",)).logits)
 
 
 def test_a_folder_is_replaced_whole(tmp_path):
@@ -125,6 +145,7 @@ def change_config(folder: Path, **changes: object) -> None:
         ({"block_size": 10**12}, "block_size = 1000000000000"),
         ({"width": "12"}, "width = '12'"),
         ({"gate_v": 1}, "gate_v = 1: give True or False"),
+        ({"head_gate": True}, r"blocks\.0\.attention\.gate\.bias is missing"),
         ({"budget": True}, "budget = True"),
         ({"fork_layers": [True]}, "fork_layers"),
         ({"fork_layers": 3}, "fork_layers = 3"),

@@ -44,8 +44,8 @@ def gpu_model(**changes: Any) -> Thoughtbubbles:
 def graph() -> dict[str, Any]:
     """A graph against plain steps, each from its own cache."""
     results = {}
-    for forks in ((3, 7, 11), ()):
-        model = gpu_model(fork_layers=forks, merge="residual" if forks else "original")
+    for forks, head_gate in (((3, 7, 11), False), ((), False), ((), True)):
+        model = gpu_model(fork_layers=forks, merge="residual" if forks else "original", head_gate=head_gate)
         for rows in (1, 3, 9):
             ids = torch.randint(50000, (rows, 96), generator=torch.Generator().manual_seed(1)).cuda()
             lengths = [80 - 7 * row for row in range(rows)]
@@ -59,7 +59,7 @@ def graph() -> dict[str, Any]:
                 alike = found.streams == expected.streams
                 same.append(alike.double().mean())
                 errors.append((found.logits - expected.logits)[alike].norm() / expected.logits[alike].norm())
-            results[f"{rows} rows, forks {forks}"] = {
+            results[f"{rows} rows, forks {forks}, head gate {head_gate}"] = {
                 "error": float(torch.stack(errors).nanmedian()),
                 "same_streams": float(torch.stack(same).mean()),
                 "same_tokens": torch.equal(fast.n_tokens, plain.n_tokens),

@@ -45,6 +45,8 @@ FORMS = {
     "gate of the values alone": {"gate_qk": False, "gate_residual": False},
     "undivided": {"score_scale": "one"},
     "score bias": {"score_bias": 2.0},
+    "gates of heads": {"head_gate": True},
+    "plain with gates of heads": {"fork_layers": (), "merge": "original", "head_gate": True},
 }
 
 
@@ -123,6 +125,7 @@ def shapes(draw):
         "gate_qk": draw(st.booleans()),
         "gate_v": draw(st.booleans()),
         "gate_residual": draw(st.booleans()),
+        "head_gate": draw(st.booleans()),
         "score_scale": draw(st.sampled_from(["head", "one"])),
         "score_bias": draw(st.sampled_from([None, 0.0, 1.5, -3])),
     }

@@ -16,13 +16,14 @@ PLAIN: dict[str, Any] = {"fork_layers": (), "merge": "original"}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "copy-3": {**PLAIN, "copies": 3},
+    "gated": {**PLAIN, "head_gate": True},
     "causal": {},
     "causal-residual": {"merge": "residual", "budget": 1.5},
     "block": {"selection": "block"},
     "block-residual": {"selection": "block", "merge": "residual"},
     "block-fixed": {"selection": "block", "budget_mode": "fixed", "merge": "original"},
 }
-CACHED = ("plain", "copy-3", "causal", "causal-residual")
+CACHED = ("plain", "copy-3", "gated", "causal", "causal-residual")
 
 
 def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:

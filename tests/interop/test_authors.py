@@ -204,6 +204,7 @@ def test_the_folder_keeps_it(tmp_path):
         ({"gate_residual": False}, r"gate_residual = False"),
         ({"score_scale": "one"}, r"score_scale = 'one': .* set score_scale='head'"),
         ({"score_bias": 1.0}, r"score_bias = 1.0: .* set score_bias=None"),
+        ({"head_gate": True}, r"head_gate = True: .* set head_gate=False"),
         ({"copies": 2, "fork_layers": (), "merge": "original"}, r"copies = 2: .* set copies=1"),
         ({"authors_compat": 1}, r"authors_compat = 1: give True or False"),
         ({"n_layer": 60, "fork_layers": tuple(range(51))}, "fork_layers = .*more than 50 fork layers"),

@@ -26,7 +26,7 @@ from thoughtbubbles.interop.hf import ThoughtbubblesForCausalLM
 from thoughtbubbles.interop.remote_code import remote_code
 
 PROBE = Path(__file__).with_name("hf_remote_probe.py")
-KINDS = ("plain", "copy-3", "causal", "causal-residual", "block", "block-residual")
+KINDS = ("plain", "copy-3", "gated", "causal", "causal-residual", "block", "block-residual")
 
 
 # ---- the exported code ----------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def site_packages() -> str:
 @pytest.mark.parametrize(
     ("version", "kinds"),
     [
-        ("newest", ("causal", "block-residual")),
+        ("newest", ("gated", "causal", "block-residual")),
         pytest.param("newest", KINDS, marks=pytest.mark.slow),
         pytest.param("oldest", KINDS, marks=pytest.mark.slow),
     ],

@@ -34,7 +34,7 @@ def test_a_native_folder_opens_with_the_same_logits(tmp_path, kind, dtype):
 
 
 @pytest.mark.parametrize("shard", ["5GB", "5KB"])
-@pytest.mark.parametrize("kind", ["copy-3", "causal", "block-residual"])
+@pytest.mark.parametrize("kind", ["copy-3", "gated", "causal", "block-residual"])
 def test_what_save_pretrained_writes_opens_natively(tmp_path, kind, shard):
     model, core = pair(tmp_path / "native", kind)
     model.save_pretrained(tmp_path / "saved", max_shard_size=shard)

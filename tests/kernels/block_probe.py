@@ -217,10 +217,10 @@ def operators() -> Found:
     return {"hold": True}
 
 
-def block(head: int) -> Found:
+def block(head: int, *, head_gate: bool = False) -> Found:
     """A full block on the kernels, as if the CPU were a GPU, against the reference path in float64."""
     heads = Heads(21, head)
-    module, x = Block(2 * head, 2), torch.randn(2, 21, 2 * head)
+    module, x = Block(2 * head, 2, head_gate=head_gate), torch.randn(2, 21, 2 * head)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     plain = module_results(module.double(), x.double(), heads.layout(heads.log_score.double()), "reference")
@@ -366,6 +366,7 @@ def quick() -> dict[str, Callable[[], Found]]:
         "unused slots": unused_slots,
         "poisoned neighbour": poisoned_neighbour,
         "block": lambda: block(16),
+        "block with gates of heads": lambda: block(16, head_gate=True),
         "checkpointed": checkpointed,
         "gelu": lambda: gelus(5, 7, 21),
         "gelu everywhere": gelu_everywhere,

@@ -71,6 +71,13 @@ def test_the_authors_form_is_compiled_since_it_has_no_kernels(config):
     assert parallel._is_all_kernels(Thoughtbubbles(replace(config, authors_compat=False)), compute, "cuda")
 
 
+def test_blocks_with_gates_of_heads_are_compiled():
+    """The gates are not a kernel: uncompiled, they would be several launches per block."""
+    config, compute = small_config(n_head=2, width=32), ComputeConfig(precision="bf16")
+    assert parallel._is_all_kernels(Thoughtbubbles(config), compute, "cuda")
+    assert not parallel._is_all_kernels(Thoughtbubbles(replace(config, head_gate=True)), compute, "cuda")
+
+
 def test_the_authors_form_is_not_decoded_on_kernels(monkeypatch):
     monkeypatch.setattr(kernels, "for_decoding", lambda *_, **__: True)
     assert not graph.has_kernels(Thoughtbubbles(authors()))

@@ -18,7 +18,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "nano": {},
     "nano-paper": {"merge": "residual"},
     "nano-copy-3": {},
-    "nano-plain": {},
+    "nano-plain": {"head_gate": True},
 }
 
 

@@ -16,8 +16,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from helpers import BFLOAT16, SAME_FUNCTION, SAME_FUNCTION_FLOAT32, lively_model, random_ids, scores_only, small_config
-from thoughtbubbles.model.attention import attention_weights, fused_attention, reference_attention
-from thoughtbubbles.model.layout import attenuation
+from thoughtbubbles.model.attention import Attention, attention_weights, fused_attention, reference_attention
+from thoughtbubbles.model.layout import Layout, attenuation
+from thoughtbubbles.model.rope import rotary
 
 PATHS = (reference_attention, fused_attention)
 GELU_ABSOLUTE = 1e-6  # its normal distribution is a formula with an error of 8e-8, and z may be 12
@@ -120,9 +121,27 @@ def test_gates_that_are_off_are_absent():
     assert attenuation(torch.zeros(1, 4), config)[:3] == (None, None, None)
 
 
+@pytest.mark.parametrize("path", [fused_attention, reference_attention])
+def test_a_head_gate_of_zeros_halves_the_attention(path):
+    """σ(0) = 1/2 for every head; a bias of −∞ closes one head, and a large one opens another."""
+    torch.manual_seed(0)
+    gated_heads, plain = (Attention(12, 3, head_gate=on).double() for on in (True, False))
+    plain.load_state_dict({n: w for n, w in gated_heads.state_dict().items() if not n.startswith("gate.")})
+    x, layout = torch.randn(2, 5, 12).double(), Layout(rotary(torch.arange(5.0).double().expand(2, 5), 4))
+    with torch.no_grad():
+        gated_heads.gate.weight.zero_()
+        gated_heads.gate.bias.zero_()
+        full, bias = plain(x, layout, path).with_bias(), plain.out.bias
+        torch.testing.assert_close(gated_heads(x, layout, path).with_bias() - bias, (full - bias) / 2)
+        gated_heads.gate.bias.copy_(torch.tensor([-math.inf, 100.0, 100.0]))
+        plain.out.weight[:, :4] = 0  # the first of three heads
+        torch.testing.assert_close(gated_heads(x, layout, path).with_bias(), plain(x, layout, path).with_bias())
+
+
+@pytest.mark.parametrize("head_gate", [False, True])
 @pytest.mark.parametrize("selection", ["block", "causal"])
-def test_full_models_agree_in_float32(selection):
-    config = small_config(selection=selection)
+def test_full_models_agree_in_float32(selection, head_gate):
+    config = small_config(selection=selection, head_gate=head_gate)
     ids = random_ids(config, 2, 16)
     outputs = [
         lively_model(config, attention=path, dtype=torch.float32)(ids, want=("log_probs",)).log_probs

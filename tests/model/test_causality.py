@@ -109,7 +109,17 @@ def test_block_selection_is_not_causal_and_this_is_meant(merge):
     assert differences > 0
 
 
-@pytest.mark.parametrize("form", [{"copies": 3}, {}])
+def test_gates_of_heads_are_causal():
+    config = small_config(head_gate=True, budget=1.5)
+    model = lively_model(config)
+    for t in (1, 6, 11):
+        first, second = two_rows_that_agree_before(config, t, 14)
+        a, b = (model(ids, want=("logits",)).logits for ids in (first, second))
+        assert torch.equal(a[:, :t], b[:, :t])
+        assert not torch.equal(a[:, t:], b[:, t:])
+
+
+@pytest.mark.parametrize("form", [{"copies": 3}, {}, {"head_gate": True}])
 def test_baselines_are_causal(form):
     config = small_config(fork_layers=(), merge="original", **form)
     model = lively_model(config)

@@ -39,6 +39,12 @@ def test_a_score_bias_adds_two_parameters_per_fork_layer():
     assert count(named("150m", score_bias=2.0)) - count(ModelConfig.named("150m")) == 6
 
 
+def test_a_head_gate_adds_a_row_and_a_bias_per_head():
+    plain = ModelConfig.named("150m-plain")
+    assert not plain.head_gate
+    assert count(named("150m-plain", head_gate=True)) - count(plain) == 16 * 12 * (768 + 1)
+
+
 def test_forms_and_changes():
     assert ModelConfig.named("tiny-copy-5").copies == 5
     assert ModelConfig.named("tiny-plain").fork_layers == ()
@@ -81,6 +87,7 @@ def test_lists_from_json_become_tuples():
         ({"budget": None}, r"budget = None: give one number"),
         ({"fork_layers": 5}, r"fork_layers = 5: give a tuple"),
         ({"gate_qk": "False"}, r"gate_qk = 'False': give True or False"),
+        ({"head_gate": 1}, r"head_gate = 1: give True or False"),
         ({"score_bias": "x"}, r"score_bias = 'x': give a finite number"),
         ({"budget_mode": "fixed"}, r"budget_mode = 'fixed': .*requires selection='block'"),
         ({"budget_mode": "free"}, r"budget_mode = 'free': choose one of"),

@@ -30,6 +30,13 @@ def test_a_mixture_decodes_every_stream():
     assert mixture.forward_per_token + mixture.backward_per_token == pytest.approx(mixture.flops / 512)
 
 
+@pytest.mark.parametrize("form", [{"fork_layers": (), "merge": "original"}, {"budget": 1.5}])
+def test_gates_of_heads_cost_a_product_per_stream(form):
+    plain, gated = (cost(named("150m", head_gate=on, **form)) for on in (False, True))
+    assert gated.flops - plain.flops == 6 * 768 * 12 * sum(plain.streams)
+    assert gated.parameters - plain.parameters == 16 * 12 * (768 + 1)
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"budget": r, "selection": s} for r in (1, 1.15, 2, 4, 16) for s in ("block", "causal")]
@@ -44,9 +51,12 @@ def test_streams_are_those_of_the_model(changes):
     assert streams_by_layer(config, 11) == tuple(w.shape[-1] for w in attention)
 
 
-@pytest.mark.parametrize("name", ["nano", "nano-plain", "nano-paper"])
-def test_memory_is_what_a_real_forward_saves(name):
-    config = ModelConfig.named(name)
+@pytest.mark.parametrize(
+    "config",
+    [*map(ModelConfig.named, ("nano", "nano-plain", "nano-paper")), named("nano", head_gate=True)],
+    ids=["nano", "nano-plain", "nano-paper", "head gate"],
+)
+def test_memory_is_what_a_real_forward_saves(config):
     model, ids = Thoughtbubbles(config), random_ids(config, 3, 20)
     saved = {}
 

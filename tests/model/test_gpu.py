@@ -167,15 +167,17 @@ def test_our_add_and_norm_in_bfloat16(rows, channels, form):
     assert all(error < SAME_FUNCTION_FLOAT32 for error in errors.values()), errors
 
 
+@pytest.mark.parametrize("head_gate", [False, True])
 @pytest.mark.parametrize("with_copies", [True, False])
 @pytest.mark.parametrize(("streams", "head"), [(333, 64), (512, 128)])
-def test_a_block_on_our_kernels(streams, head, with_copies):
+def test_a_block_on_our_kernels(streams, head, with_copies, head_gate):
     """In bfloat16, against the explicit matrix in float64: what it adds to its input, and every gradient."""
     from kernels.block_probe import module_results
     from kernels.norm_probe import error
 
     heads = random_heads(streams, head, n_head=4)
-    block, x = Block(4 * head, 4).cuda(), torch.randn(2, streams, 4 * head, device="cuda")
+    block = Block(4 * head, 4, head_gate=head_gate).cuda()
+    x = torch.randn(2, streams, 4 * head, device="cuda")
     exact = module_results(block.double(), x.double(), heads.layout(heads.log_score.double()), "reference")
     products = MixedPrecision(block.float(), "bf16", device="cuda", is_sharded=not with_copies)
     with products():

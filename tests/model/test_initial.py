@@ -22,7 +22,7 @@ def same(a, b):
 
 
 def test_every_tensor_is_as_the_table_says():
-    config = named("tiny", width=256, score_bias=1.5)
+    config = named("tiny", width=256, score_bias=1.5, head_gate=True)
     into_residual = 0.02 / math.sqrt(2 * config.n_layer)
     for name, value in build(config).items():
         if name.endswith("score.bias"):
@@ -55,7 +55,7 @@ def test_a_large_tensor_is_normal_in_every_piece():
 
 
 def test_init_weights_leaves_no_tensor_out():
-    config = named("tiny", score_bias=1.5)
+    config = named("tiny", score_bias=1.5, head_gate=True)
     with torch.device("meta"):
         model = Thoughtbubbles(config)
     model.to_empty(device="cpu")
@@ -108,6 +108,7 @@ def test_models_begin_alike_where_their_tensors_have_the_same_names():
         build(small_config(fork_layers=(), merge="original")),
         build(small_config(fork_layers=(), merge="original", copies=3)),
         build(small_config(fork_layers=(2,), score_bias=1.0)),
+        build(small_config(fork_layers=(), merge="original", head_gate=True)),
     ]
     for other in others:
         shared = bubbles.keys() & other.keys()

@@ -151,6 +151,24 @@ def test_gates_off(off):
     compare(small_config(**dict.fromkeys(off, False)), [6])
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"fork_layers": (), "merge": "original"},
+        {"fork_layers": (), "merge": "original", "copies": 3},
+        *({"merge": merge, "budget": 1.5} for merge in MERGES),
+        {"selection": "block", "gate_qk": False, "gate_v": False, "gate_residual": False},
+    ],
+    ids=["plain", "copies", *MERGES, "no scores"],
+)
+def test_head_gate(form):
+    compare(small_config(head_gate=True, **form), [6, 3])
+
+
+def test_head_gate_with_reference_attention():
+    compare(small_config(head_gate=True), [6], attention="reference")
+
+
 @pytest.mark.parametrize("attention", ["fused", "reference"])
 def test_score_scale_one(attention):
     compare(small_config(score_scale="one"), [6], attention=attention)

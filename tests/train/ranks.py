@@ -33,7 +33,8 @@ def bf16(folder: Path) -> None:
 
 
 def muon(folder: Path) -> None:
-    run(folder, steps=6, compute_precision="float64", compute_micro_batch_size=2, optim_kind="muon")
+    precise = {"compute_precision": "float64", "compute_micro_batch_size": 2}
+    run(folder, steps=6, **precise, optim_kind="muon", model_head_gate=True)
 
 
 def masked(folder: Path) -> None:
@@ -46,7 +47,8 @@ def checkpointed(folder: Path) -> None:
 
 
 def compiled(folder: Path) -> None:
-    run(folder, steps=2, compute_precision="float64", compute_compile=True, eval_sample_tokens=0)
+    options = {"compute_precision": "float64", "compute_compile": True, "model_head_gate": True}
+    run(folder, steps=2, **options, eval_sample_tokens=0)
 
 
 def decisions(folder: Path) -> None:
@@ -100,7 +102,7 @@ def kernels(folder: Path) -> None:
     interpreter._patch_lang_tensor = accept_arrays_of_one(interpreter._patch_lang_tensor)
     set_tiles(0)
     kernels.for_blocks = lambda device, dtype: dtype == torch.bfloat16  # as if the CPU were a GPU
-    config = small_config(n_head=2, width=32)  # heads of 16, which the kernels take
+    config = small_config(n_head=2, width=32, head_gate=True)  # heads of 16, which the kernels take
     assert lively_model(config).blocks[0].attention.has_kernel(torch.zeros(1, dtype=torch.bfloat16))
 
     def gradients(world: World, *, activation_checkpointing: bool) -> dict[str, torch.Tensor]:

@@ -12,9 +12,9 @@ from thoughtbubbles.train.precision import MixedPrecision
 
 
 def make(precision: str = "bf16", **options) -> tuple[Thoughtbubbles, MixedPrecision, list[Linear]]:
-    model = Thoughtbubbles(named("nano"))
+    model = Thoughtbubbles(named("nano", head_gate=True))
     linears = [m for m in model.modules() if isinstance(m, Linear)]
-    assert len(linears) == 4 * model.config.n_layer, "qkv, out, up, down"
+    assert len(linears) == 5 * model.config.n_layer, "qkv, out, gate, up, down"
     return model, MixedPrecision(model, precision, device="cpu", **options), linears
 
 

@@ -101,7 +101,7 @@ def test_constant_after_warmup():
 
 def test_decay_is_for_matrices_only():
     """With a zero gradient only weight decay moves a weight."""
-    model = lively_model(small_config(score_bias=0.5))
+    model = lively_model(small_config(score_bias=0.5, head_gate=True))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = Optimizer(model, OptimConfig(lr=1e-2, weight_decay=0.5))
     for parameter in model.parameters():
@@ -113,13 +113,13 @@ def test_decay_is_for_matrices_only():
 
 
 def test_muon_takes_the_matrices_of_the_blocks():
-    model = lively_model(small_config())
+    model = lively_model(small_config(head_gate=True))
     optimizer = Optimizer(model, OptimConfig(kind="muon"))
     names = {optimizer.name_of[p] for p in optimizer.parameters["muon"]}
     assert names == {
         f"blocks.{i}.{part}.weight"
         for i in range(4)
-        for part in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+        for part in ("attention.qkv", "attention.gate", "attention.out", "mlp.up", "mlp.down")
     }
     assert "embedding.weight" in {optimizer.name_of[p] for p in optimizer.parameters["adamw"]}
 

@@ -35,7 +35,7 @@ def fast_blocks(blocks: Sequence[Any], x: Tensor, span: Span, view: View, seen: 
         x, h = add_norm(x, parts, bias, gate, block.attention_norm)
         qkv = linear(h, attention.qkv.weight, attention.qkv.bias)
         heads = attend(qkv, *layout.rotary, layout.value_gate, key, value, view.key_bias, view.place, view.used)
-        parts = partial_linear(heads, attention.out.weight)
+        parts = partial_linear(attention.gate_heads(heads, h), attention.out.weight)
         x, h = add_norm(x, parts, attention.out.bias, gate, block.mlp_norm)
         hidden = linear(h, mlp.up.weight, mlp.up.bias, gelu=True)
         parts, bias = partial_linear(hidden, mlp.down.weight), mlp.down.bias

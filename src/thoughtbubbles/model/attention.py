@@ -9,6 +9,9 @@ on a GPU the fused path is our own kernel, which adds the bias in registers (ker
 
 The authors' code puts log P in the last channel of k, and 1 in the last channel of q, so their bias replaces a channel
 of q·k. `Form.score_channel` reproduces this: the last channel is left out of q·k, and the bias is added as usual.
+
+With `head_gate`, each head's output is multiplied by σ(w·x + b) before the output projection: one number per head and
+stream, where x is the block's normalised input ("Gated Attention for Large Language Models", Qiu et al. 2025).
 """
 
 import math
@@ -111,11 +114,12 @@ PATHS: dict[str, AttentionPath] = {"reference": reference_attention, "fused": fu
 class Attention(torch.nn.Module):
     """Input and output projections around an attention path. Each head is a contiguous slice of the width."""
 
-    def __init__(self, width: int, n_head: int, form: Form = OURS):
+    def __init__(self, width: int, n_head: int, form: Form = OURS, *, head_gate: bool = False):
         super().__init__()
         self.n_head, self.head_size, self.form = n_head, width // n_head, form
         self.qkv = Linear(width, 3 * width)
         self.out = Linear(width, width)
+        self.gate = Linear(width, n_head) if head_gate else None
 
     def has_kernel(self, x: Float[Tensor, "B S D"]) -> bool:
         is_available = kernels.for_attention(x.device, product_dtype(x), head_size=self.head_size)
@@ -128,9 +132,17 @@ class Attention(torch.nn.Module):
                 self.qkv.product(x), self.qkv.bias, *layout.rotary, key_bias=layout.key_bias,
                 value_gate=layout.value_gate, n_head=self.n_head, least_bias=layout.least_bias,
             )  # fmt: skip
-            return Update(self.out.product(heads), self.out.bias)
+            return Update(self.out.product(self.gate_heads(heads, x)), self.out.bias)
         q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         q, k = rotate(q, layout.rotary), rotate(k, layout.rotary)
         if self.form.score_channel:
             q = F.pad(q[..., :-1], (0, 1))  # zero, so that it is left out of q·k
-        return Update(self.out(path(q, k, v, layout).transpose(1, 2).flatten(2)))
+        heads = path(q, k, v, layout).transpose(1, 2).flatten(2)
+        return Update(self.out(self.gate_heads(heads, x)))
+
+    def gate_heads(self, heads: Float[Tensor, "*rows D"], x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
+        """The heads times their gates, which are computed from x; unchanged without `head_gate`."""
+        if self.gate is None:
+            return heads
+        gate = self.gate(x).sigmoid()
+        return (heads.unflatten(-1, (self.n_head, -1)) * gate[..., None]).flatten(-2)

@@ -79,10 +79,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, n_head: int, form: Form = OURS):
+    def __init__(self, width: int, n_head: int, form: Form = OURS, *, head_gate: bool = False):
         super().__init__()
         self.attention_norm = AddNorm(width)
-        self.attention = Attention(width, n_head, form)
+        self.attention = Attention(width, n_head, form, head_gate=head_gate)
         self.mlp_norm = AddNorm(width)
         self.mlp = MLP(width, form)
 

@@ -75,6 +75,8 @@ class ModelConfig:
     """head: the log score is divided by sqrt(head size), like q·k. one: it is added without scaling."""
     score_bias: int | float | None = None
     """Initial value of the bias of the score heads. None: no bias."""
+    head_gate: bool = False
+    """Multiply each head's attention output by a sigmoid gate, computed from the block's normalised input."""
     authors_compat: bool = False
     """Compute as the authors' code does where ours differs: for weights imported from it."""
 
@@ -102,7 +104,7 @@ class ModelConfig:
             value = getattr(self, name)  # an array would be compared elementwise
             _require(isinstance(value, str) and value in get_args(kind), name, value, f"choose one of {get_args(kind)}")
         self._check_forks()
-        for name in ("gate_qk", "gate_v", "gate_residual", "authors_compat"):
+        for name in ("gate_qk", "gate_v", "gate_residual", "head_gate", "authors_compat"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "give True or False")
         _require(is_number(self.budget), "budget", self.budget, "give one number, e.g. 2 or 1.5")
         Budget.of(self.budget, name="ModelConfig.budget").check_range(self.block_size, name="ModelConfig.budget")
@@ -159,6 +161,7 @@ class ModelConfig:
             ("gate_residual", True),
             ("score_scale", "head"),
             ("score_bias", None),
+            ("head_gate", False),
         ):
             found = getattr(self, name)
             _require(found == theirs, name, found, remedy.format(f"{name}={theirs!r}"))

@@ -1,8 +1,8 @@
 """What a model costs: parameters, streams per layer, FLOPs and memory, as counted everywhere in this project.
 
 Per layer, forward + backward takes 6 · 12 D² per stream and 6 · S² · D per row of S streams (the causal half of
-attention); decoding adds 6 · D · V per decoded row. A third of this is the forward. Padding and activation
-checkpointing do not count as work.
+attention); `head_gate` adds 6 · D · N per stream, and decoding 6 · D · V per decoded row. A third of this is the
+forward. Padding and activation checkpointing do not count as work.
 """
 
 from typing import NamedTuple
@@ -40,8 +40,9 @@ def cost(config: ModelConfig, n_tokens: int | None = None) -> Cost:
     streams = streams_by_layer(config, n_tokens)
     decoded = streams[-1] if config.merge == "mixture" else n_tokens
     width = config.width
+    weights = 12 * width**2 + (width * config.n_head if config.head_gate else 0)  # of a block's matrices
     flops = (
-        sum(6 * 12 * width**2 * s + 6 * s**2 * width for s in streams)  # blocks
+        sum(6 * weights * s + 6 * s**2 * width for s in streams)  # blocks
         + 6 * width * config.vocab_size * decoded  # output projection
     )
     return Cost(parameter_count(config), n_tokens, streams, decoded, flops)

@@ -51,7 +51,10 @@ class Thoughtbubbles(nn.Module):
         self.attention = attention
         with SkipInit():
             self.embedding = nn.Embedding(config.vocab_size, config.width)
-            self.blocks = nn.ModuleList(Block(config.width, config.n_head, config.form) for _ in range(config.n_layer))
+            self.blocks = nn.ModuleList(
+                Block(config.width, config.n_head, config.form, head_gate=config.head_gate)
+                for _ in range(config.n_layer)
+            )
             self.forks = nn.ModuleDict(
                 {
                     str(layer): ForkLayer(config.width, score_bias=config.score_bias, levels=config.form.levels)
@@ -67,7 +70,7 @@ class Thoughtbubbles(nn.Module):
         | tensor                                         | initial value                             |
         | ---------------------------------------------- | ----------------------------------------- |
         | embedding (tied to the output projection)      | N(0, 0.02)                                |
-        | attention.qkv, mlp.up                          | N(0, 0.02)                                |
+        | attention.qkv, attention.gate (if any), mlp.up | N(0, 0.02)                                |
         | attention.out, mlp.down (into the residual)    | N(0, 0.02 / √(2 · n_layer))               |
         | biases                                         | 0                                         |
         | norms                                          | weight 1, bias 0                          |

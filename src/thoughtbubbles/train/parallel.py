@@ -53,11 +53,13 @@ def has_kernels(compute: ComputeConfig, device: str) -> bool:
 def _is_all_kernels(model: Thoughtbubbles, compute: ComputeConfig, device: str) -> bool:
     """Whether blocks are only our kernels and matrix products: then compiling them for a CUDA graph gains nothing.
 
-    Not the authors' form, since there are no kernels for its attention and GELU.
+    Not the authors' form, since there are no kernels for its attention and GELU, and not with gates of heads, which the
+    compiler fuses.
     """
     dtype, head_size = _product_dtype(compute, device), model.config.head_size
     is_available = kernels.for_attention(device, dtype, head_size=head_size)
-    return is_available and model.attention == "fused" and model.config.form == OURS
+    has_kernels_only = model.attention == "fused" and model.config.form == OURS and not model.config.head_gate
+    return is_available and has_kernels_only
 
 
 def _product_dtype(compute: ComputeConfig, device: str) -> torch.dtype:

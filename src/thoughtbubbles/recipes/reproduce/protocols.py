@@ -137,7 +137,7 @@ def long() -> Protocol:
         "longer": Row(what="plain GPT, 1.8 × the tokens, about the GPU time of r2", optim=plain, length=1.8),
     }
     return Protocol(
-        what="12 layers of width 256, four epochs of the text", model=LONG, optim=LONG_OPTIM, rows=rows, epochs=4
+        what="12 layers of width 256, four epochs of the text", model=LONG, optim=LONG_OPTIM, rows=rows, epochs=4.0
     )
 
 
@@ -157,7 +157,7 @@ def long_sweep() -> Protocol:
         model=LONG,
         optim=LONG_OPTIM,
         rows=rows,
-        epochs=1,
+        epochs=1.0,
         ar_windows=0,
     )
 
@@ -174,7 +174,7 @@ def short() -> Protocol:
         model=plain_model(n_layer=12, n_head=8, width=512),
         optim=OptimConfig(lr=1.2e-3, warmup=0.05),
         rows=rows,
-        epochs=1,
+        epochs=1.0,
         most=3072 * 64 * 512,
     )
 
@@ -193,7 +193,7 @@ def scarce() -> Protocol:
         model=LONG,
         optim=LONG_OPTIM,
         rows=rows,
-        epochs=12,
+        epochs=12.0,
         text=20_000_000,
         is_best=True,
         evaluations=36,
@@ -213,7 +213,7 @@ def laptop() -> Protocol:
         model=plain_model(n_layer=3, n_head=2, width=64, block_size=128),
         optim=OptimConfig(lr=4e-3, warmup=0.05),
         rows=rows,
-        epochs=4,
+        epochs=4.0,
         most=300 * 8 * 128,
         rows_per_step=8,
         evaluations=6,

@@ -1,0 +1,215 @@
+"""The questions of docs/results, each with its answer: a paragraph generated from the records."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from thoughtbubbles.files import read_object
+from thoughtbubbles.recipes.reproduce.compare_rows import (
+    Difference,
+    autoregressive_gap,
+    common_seeds,
+    curve_differences,
+    curve_of,
+    difference,
+    of_seeds,
+    plus_minus,
+    signed,
+)
+from thoughtbubbles.recipes.reproduce.protocols import PLAIN
+from thoughtbubbles.recipes.reproduce.records import Evidence, Results, Value, flops, gpu_seconds
+from thoughtbubbles.recipes.reproduce.sentences import compared, lead, needs, sentence
+from thoughtbubbles.recipes.reproduce.tables import PAPER
+
+ABOUT = 1.25  # costs within this factor of each other are about equal
+NOT_SLOWER = 1.05
+QUARTERS = (0.25, 0.5, 0.75, 1.0)  # of the training
+
+
+def answers(evidence: Evidence) -> str:
+    return "\n\n".join(f"### {question}\n\n{answer(evidence)}" for question, answer in QUESTIONS.items())
+
+
+def equal_tokens(evidence: Evidence) -> str:
+    gain, source = paper_gain()
+    parts = [f"In `{name}`: {compared(evidence.results[name], 'r2', PLAIN)}" for name in ("long", "short", "scarce")]
+    gap, ours = difference(evidence.results["long"], "r2", PLAIN), ""
+    if gap is not None and gap.is_measurable and gap.mean < 0:
+        ours = f" The gain in `long` is {-gap.mean / gain:.0%} of that, per token of a smaller vocabulary."
+    paper = f"The paper's gain at r = 2 is {gain:.3f} nats per token ({source}).{ours}"
+    return lead(gap) + " ".join([*parts, paper])
+
+
+def paper_gain() -> tuple[float, str]:
+    """Nats that r = 2 gains in the paper's smallest setting, and where they come from."""
+    part = read_object(PAPER)["zero_shot"][0]
+    plain, forked = (float(part["rows"][row]["perplexity"]) for row in (PLAIN, "block, r = 2"))
+    source = f"the paper, table {part['table']}: {part['model']}, perplexity {plain:.2f} against {forked:.2f}"
+    return math.log(plain / forked), source
+
+
+def without_forks(results: Results) -> list[str]:
+    """Plain GPTs of another size or length: what a model with forks competes with at equal cost."""
+    special = {"fork_layers", "copies", "head_gate"}
+    return [row for row, known in results.protocol.rows.items() if row != PLAIN and not special & set(known.model)]
+
+
+def equal_cost(evidence: Evidence, value: Value, what: str) -> str:
+    """r2 against larger, longer or ensembled plain models, with the ratio of their costs."""
+    parts, first = [], ""
+    for name in ("long", "scarce"):
+        results = evidence.results[name]
+        rivals = [row for row in without_forks(results) if difference(results, "r2", row)]
+        if PLAIN not in results or not rivals:
+            parts.append(f"In `{name}`: {needs(results, (PLAIN, 'r2', *without_forks(results)))}")
+        elif value is gpu_seconds and not results.same_device:
+            devices = ", ".join(results.devices)
+            parts.append(f"In `{name}`, rows ran on different devices ({devices}): their times cannot be compared.")
+        else:
+            parts.append(f"In `{name}`, `r2` takes {results.ratio('r2', value):.2f} × the {what} of `plain`.")
+            parts += [rival_sentence(results, row, value, what) for row in rivals]
+            first = cost_lead(results, rivals, value) if name == "long" else first
+    return first + " ".join(parts)
+
+
+def rival_sentence(results: Results, rival: str, value: Value, what: str) -> str:
+    gap = difference(results, "r2", rival)
+    assert gap is not None
+    share = results.ratio(rival, value, over="r2")
+    return f"`{rival}` takes {share:.2f} × the {what} of `r2`: {sentence(gap, 'r2', rival)}."
+
+
+def cost_lead(results: Results, rivals: Sequence[str], value: Value) -> str:
+    """Against the best plain model of about the same cost."""
+    near = [row for row in rivals if 1 / ABOUT <= results.ratio(row, value, over="r2") <= ABOUT]
+    gap = hardest(results, near)
+    return "No plain model of about equal cost was run. " if gap is None else lead(gap[1])
+
+
+def hardest(results: Results, rivals: Sequence[str]) -> tuple[str, Difference] | None:
+    """The rival with the lowest loss, and the difference of r2 to it."""
+    gaps = [(row, gap) for row in rivals if (gap := difference(results, "r2", row)) is not None]
+    return max(gaps, key=lambda each: each[1].mean) if gaps else None
+
+
+def equal_latency(evidence: Evidence) -> str:
+    results, decode = evidence.results["long"], evidence.decode
+    if decode is None:
+        return "Not measured yet: needs the decoding times of the rows of `long`."
+    if difference(results, "r2", PLAIN) is None:
+        return needs(results, (PLAIN, "r2"))
+    parts, leads = [], []
+    for batch in ("1", "32"):
+        times = {row: at[batch]["milliseconds"] for row, at in decode["rows"].items() if batch in at}
+        rows = [row for row in (PLAIN, *without_forks(results)) if row in times]
+        if "r2" not in times or not rows:
+            continue
+        shown = ", ".join(f"`{row}` {times[row]:.3f} ms" for row in ("r2", *rows))
+        parts.append(f"Decoding {batch} row{'s' * (batch != '1')}, per token: {shown}.")
+        best = hardest(results, [row for row in rows if times[row] <= NOT_SLOWER * times["r2"]])
+        if best is not None:
+            parts.append(f"Against the best plain model that takes no longer, {sentence(best[1], 'r2', best[0])}.")
+            leads.append(lead(best[1]))
+    return "".join(leads[:1]) + " ".join([*parts, f"Device: {decode['device']}."])
+
+
+def which_part(evidence: Evidence) -> str:
+    results = evidence.results["long"]
+    both, gate = difference(results, "r2", PLAIN), difference(results, "r1", PLAIN)
+    share = ""
+    if both and gate and both.is_measurable and both.mean < 0:
+        share = f" That is {gate.mean / both.mean:.0%} of the gain of `r2`."
+    pairs = {
+        "Attenuation alone": ("r1", PLAIN),
+        "Forks in addition to it": ("r2", "r1"),
+        "Forks without choosing and without scores": ("all-forked", PLAIN),
+        "Choosing and scores, with as many streams": ("r2", "all-forked"),
+        "The field's usual gate, a sigmoid per head": ("head-gate", PLAIN),
+        "The attenuation against that gate": ("r1", "head-gate"),
+    }
+    lines = [f"- {what}: {compared(results, *pair)}{share * (pair == ('r1', PLAIN))}" for what, pair in pairs.items()]
+    return "\n".join(lines)
+
+
+def causal_or_block(evidence: Evidence) -> str:
+    both = {name: evidence.results[name] for name in ("long", "short")}
+    parts = [f"In `{name}`, scored blockwise: {compared(results, 'r2', 'block')}" for name, results in both.items()]
+    parts += [leak(name, autoregressive_gap(results, "block")) for name, results in both.items()]
+    paper = read_object(PAPER)["autoregression"]
+    blockwise, stepwise = (float(paper["perplexity"][way]) for way in ("blockwise", "autoregressive"))
+    parts.append(
+        f"The paper's own difference is {signed(math.log(stepwise / blockwise))} nats per token (figure "
+        f"{paper['figure']}: perplexity {blockwise:.2f} blockwise, {stepwise:.2f} token by token; {paper['model']})."
+    )
+    others = [
+        abs(gap.mean)
+        for results in both.values()
+        for row in results.rows
+        if row != "block" and (gap := autoregressive_gap(results, row)) is not None
+    ]
+    if others:
+        parts.append(f"For all rows without block selection it is at most {max(others):.4f}.")
+    return " ".join(parts)
+
+
+def leak(name: str, gap: Difference | None) -> str:
+    if gap is None:
+        return f"The leak in `{name}`: not measured yet, needs row `block`."
+    seeds = f"{len(gap.seeds)} seeds" if len(gap.seeds) > 1 else "one seed, ± over windows"
+    shown = f"({signed(gap.mean)}{plus_minus(gap.error)} nats per token, {seeds})"
+    if gap.is_measurable and gap.mean > 0:
+        return (
+            f"In `{name}` the blockwise number of `block` contains a leak: scored token by token, the same weights "
+            f"have a higher loss {shown}."
+        )
+    return f"In `{name}`, `block` has no leak that we can measure: token by token against blockwise {shown}."
+
+
+def growth(evidence: Evidence) -> str:
+    results, parts = evidence.results["long"], []
+    if PLAIN not in results:
+        return needs(results, (PLAIN, "r1", "r2"))
+    for row in ("r2", "r1"):
+        points = curve_differences(results, row, PLAIN)
+        if not points:
+            parts.append(needs(results, (PLAIN, row)))
+            continue
+        at = [closest(points, share) for share in QUARTERS]
+        shown = ", ".join(
+            f"{signed(gap.mean)}{plus_minus(gap.error)} at {share:.0%}"
+            for share, (_, gap) in zip(QUARTERS, at, strict=True)
+        )
+        n = len(at[-1][1].seeds)
+        parts.append(f"`{row}` − `plain`, by share of the training: {shown} ({n} seed{'s' * (n > 1)}).")
+        parts.append(trend(results, row, at[1][0], at[-1][0]))
+    return " ".join(parts)
+
+
+def closest(points: Sequence[tuple[int, Difference]], share: float) -> tuple[int, Difference]:
+    return min(points, key=lambda point: abs(point[0] - share * points[-1][0]))
+
+
+def trend(results: Results, row: str, middle: int, end: int) -> str:
+    """Whether the difference at the end is not that of the middle of the training, seed by seed."""
+    changes, seeds = [], common_seeds(results, row, PLAIN)
+    for seed in seeds:
+        one, two = (curve_of(results.rows[name][seed]) for name in (row, PLAIN))
+        changes.append(one[end] - two[end] - (one[middle] - two[middle]))
+    change = of_seeds(changes, seeds)
+    if change.error is None:
+        return "With one seed we cannot say whether that is a trend."
+    shown = f"({signed(change.mean)}{plus_minus(change.error)} nats per token)"
+    if not change.is_measurable:
+        return f"From half of the training to its end there is no change that we can measure {shown}."
+    direction = "moves in favour of" if change.mean < 0 else "moves against"
+    return f"From half of the training to its end the difference {direction} `{row}` {shown}."
+
+
+QUESTIONS: dict[str, Callable[[Evidence], str]] = {
+    "Does it help at equal tokens?": equal_tokens,
+    "Does it help at equal FLOPs?": lambda evidence: equal_cost(evidence, flops, "training FLOPs"),
+    "Does it help at equal GPU time?": lambda evidence: equal_cost(evidence, gpu_seconds, "GPU time of training"),
+    "Does it help at equal decoding latency?": equal_latency,
+    "Is it the forks, the choosing or the attenuation?": which_part,
+    "Is causal selection as good as the paper's, and does the paper's blockwise number leak?": causal_or_block,
+    "Does the gain grow or shrink with training?": growth,
+}

@@ -1,0 +1,137 @@
+"""Differences between two rows, paired by seed, with their standard errors.
+
+Within a seed all rows read the same text in the same order and start from the same weights where these match, so the
+difference of two rows varies less than either. With two or more common seeds its standard error is that of the mean
+over seeds. With one it is taken over the windows of the validation text: that error has no share of the variation
+between seeds, so it is too small, and is always marked.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from thoughtbubbles.recipes.reproduce.records import Record, Results, nats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Nats per token, the first row minus the second: below 0, the first row is better."""
+
+    mean: float
+    error: float | None
+    """Standard error; None where it cannot be computed."""
+    seeds: tuple[int, ...]
+    over: Literal["seeds", "windows"]
+
+    @property
+    def is_measurable(self) -> bool:
+        """At least two standard errors from 0."""
+        return self.error is not None and abs(self.mean) >= 2 * self.error
+
+    @property
+    def seeds_in_words(self) -> str:
+        return f"{len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed, ± over windows"
+
+    @property
+    def size(self) -> str:
+        """Without the sign: for a sentence that names the better row."""
+        return f"{abs(self.mean):.4f}{plus_minus(self.error)}"
+
+    @property
+    def cell(self) -> str:
+        marked = " (over windows, one seed)" if self.over == "windows" else ""
+        return f"{signed(self.mean)}{plus_minus(self.error)}{marked}"
+
+
+def signed(value: float) -> str:
+    shown = f"{value:+.4f}".replace("-", "−")
+    return "0.0000" if shown in ("+0.0000", "−0.0000") else shown
+
+
+def plus_minus(error: float | None) -> str:
+    return "" if error is None else f" ± {error:.4f}"
+
+
+def difference(results: Results, row: str, other: str) -> Difference | None:
+    """Of the validation loss; None without a common seed."""
+    seeds = common_seeds(results, row, other)
+    if not seeds:
+        return None
+    pairs = [(results.rows[row][seed], results.rows[other][seed]) for seed in seeds]
+    each = [nats(one) - nats(two) for one, two in pairs]
+    if len(each) > 1:
+        return of_seeds(each, seeds)
+    return Difference(mean=each[0], error=error_over_windows(*pairs[0]), seeds=seeds, over="windows")
+
+
+def common_seeds(results: Results, row: str, other: str) -> tuple[int, ...]:
+    return tuple(sorted(set(results.rows.get(row, ())) & set(results.rows.get(other, ()))))
+
+
+def of_seeds(each: Sequence[float], seeds: Sequence[int]) -> Difference:
+    """From one difference per seed."""
+    error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None
+    return Difference(mean=statistics.fmean(each), error=error, seeds=tuple(seeds), over="seeds")
+
+
+def window_sizes(record: Record) -> list[int]:
+    """Tokens of each window: the context length, but for the last one, which has the rest."""
+    validation, block = record["validation"], record["config"]["model"]["block_size"]
+    n = len(validation["windows"])
+    last = validation["tokens"] - (n - 1) * block
+    if not 0 < last <= block:
+        raise ValueError(
+            f"{record['protocol']}/{record['row']}-seed{record['seed']}: {n} windows of {block} tokens "
+            f"do not make {validation['tokens']} tokens; the record is damaged, use another copy"
+        )
+    return [block] * (n - 1) + [last]
+
+
+def error_over_windows(one: Record, two: Record) -> float | None:
+    """With n_i tokens in window i, the difference d_i of its means, and m the difference of all tokens:
+
+    sqrt(W / (W − 1) · Σ_i n_i² (d_i − m)²) / Σ_i n_i, as in evals/autoregressive.py. None for a single window.
+    """
+    sizes = window_sizes(one)
+    if sizes != window_sizes(two) or len(sizes) < 2:
+        return None
+    gaps = [a - b for a, b in zip(one["validation"]["windows"], two["validation"]["windows"], strict=True)]
+    total = sum(sizes)
+    mean = sum(n * gap for n, gap in zip(sizes, gaps, strict=True)) / total
+    squares = sum((n * (gap - mean)) ** 2 for n, gap in zip(sizes, gaps, strict=True))
+    return math.sqrt(len(sizes) / (len(sizes) - 1) * squares) / total
+
+
+def autoregressive_gap(results: Results, row: str, name: str = "autoregressive - blockwise") -> Difference | None:
+    """Between two ways to score a row; None where it was not measured."""
+    found = {
+        seed: record["autoregressive"]["differences"][name]
+        for seed, record in results.rows.get(row, {}).items()
+        if name in (record.get("autoregressive") or {}).get("differences", {})
+    }
+    if not found:
+        return None
+    if len(found) > 1:
+        return of_seeds([gap["mean"] for gap in found.values()], tuple(found))
+    (gap,) = found.values()
+    return Difference(mean=gap["mean"], error=gap["standard_error"], seeds=tuple(found), over="windows")
+
+
+def curve_of(record: Record) -> dict[int, float]:
+    """Validation loss during training, by training tokens, without an evaluation just before that at the end."""
+    per_step, (*points, last) = record["config"]["tokens_per_step"], record["curve"]
+    between = points[0][0] if points else 0
+    kept = [*(point for point in points if last[0] - point[0] > between / 2), last]
+    return {step * per_step: loss for step, loss in kept}
+
+
+def curve_differences(results: Results, row: str, other: str) -> list[tuple[int, Difference]]:
+    """(training tokens, difference) for every evaluation that both rows have, in all common seeds."""
+    seeds = common_seeds(results, row, other)
+    curves = [[curve_of(results.rows[name][seed]) for name in (row, other)] for seed in seeds]
+    if not curves:
+        return []
+    tokens = set.intersection(*(set(curve) for pair in curves for curve in pair))
+    return [(n, of_seeds([one[n] - two[n] for one, two in curves], seeds)) for n in sorted(tokens)]

@@ -1,0 +1,195 @@
+"""Draws the figures of docs/results: PNG and SVG, beside a JSON of the numbers drawn. Needs matplotlib.
+
+Drawings differ a little between versions of matplotlib, so each carries the checksum of its numbers, and is drawn
+again only if that changes.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from thoughtbubbles.files import write_atomically
+from thoughtbubbles.recipes.reproduce.figures import Figure, Series
+
+STYLE = 1  # counts changes to the drawings
+SIZE, DPI = (8, 4.5), 120
+INK, GRID = "#23272F", "#E3E6EB"
+# Okabe and Ito's colours, which people with any colour vision can tell apart, and a marker for each.
+LOOKS = {
+    "plain": ("#000000", "o"),
+    "r1": ("#E69F00", "s"),
+    "r2": ("#0072B2", "D"),
+    "r4": ("#56B4E9", "d"),
+    "block": ("#D55E00", "^"),
+    "head-gate": ("#009E73", "v"),
+    "all-forked": ("#CC79A7", "P"),
+    "copy-3": ("#8A6D3B", "X"),
+    "wider": ("#6E6E6E", "<"),
+    "longer": ("#9A9A9A", ">"),
+    "ensemble": ("#9A9A9A", "h"),
+}
+OTHER = ("#5B4B8A", "*")
+NEAR = 0.1  # of the width: points closer than that share a column of names
+
+
+def checksum(figure: Figure) -> str:
+    return f"numbers {zlib.crc32(figure.as_json().encode()):08x}, style {STYLE}"
+
+
+def is_current(figure: Figure, folder: Path) -> bool:
+    """Whether the files of a figure are there and were made from these numbers."""
+    numbers, *drawings = (folder / f"{figure.name}.{kind}" for kind in ("json", "png", "svg"))
+    return (
+        numbers.is_file()
+        and numbers.read_text(encoding="utf-8") == figure.as_json()
+        and all(path.is_file() and checksum(figure).encode() in path.read_bytes() for path in drawings)
+    )
+
+
+def write_figure(figure: Figure, folder: Path) -> list[Path]:
+    """Returns what was written: nothing if it is current, only the numbers without matplotlib."""
+    if is_current(figure, folder):
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = folder / f"{figure.name}.json"
+    write_atomically(numbers, [figure.as_json().encode()])
+    return [numbers, *draw(figure, folder)]
+
+
+def has_matplotlib() -> bool:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def draw(figure: Figure, folder: Path) -> list[Path]:
+    if not has_matplotlib():
+        return []
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style: dict[Any, Any] = {"font.size": 10, "svg.hashsalt": figure.name, "svg.fonttype": "none"}
+    with plt.rc_context(style):
+        drawing, axes = plt.subplots(figsize=SIZE, layout="constrained")
+        frame(axes, figure)
+        (draw_lines if figure.kind == "lines" else draw_points)(axes, figure)
+        paths = [folder / f"{figure.name}.{kind}" for kind in ("png", "svg")]
+        for path in paths:
+            metadata = {"Description": checksum(figure), **({"Date": None} if path.suffix == ".svg" else {})}
+            drawing.savefig(path, dpi=DPI, metadata=metadata)
+        plt.close(drawing)
+    return paths
+
+
+def frame(axes: Any, figure: Figure) -> None:
+    axes.set_title(figure.title, loc="left", color=INK, fontsize=11)
+    axes.set_xlabel(figure.x, color=INK)
+    axes.set_ylabel(figure.y, color=INK)
+    axes.grid(True, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK)
+
+
+def look(row: str) -> tuple[str, str]:
+    return LOOKS.get(row, OTHER)
+
+
+def draw_lines(axes: Any, figure: Figure) -> None:
+    """Each line has its row's name at its end; bands are ± one standard error."""
+    few = max(len(series.x) for series in figure.series.values()) <= 30
+    for place, (row, series) in enumerate(figure.series.items()):
+        colour, marker = look(row)
+        over = 3 - place / 100  # the first rows, which are the main ones, on top
+        axes.plot(series.x, series.y, color=colour, marker=marker * few, markersize=4, linewidth=1.6, zorder=over)
+        if series.error is not None:
+            low, high = ([y + sign * e for y, e in zip(series.y, series.error, strict=True)] for sign in (-1, 1))
+            axes.fill_between(series.x, low, high, color=colour, alpha=0.15, linewidth=0)
+    if figure.log_x:
+        ticks = sorted({x for series in figure.series.values() for x in series.x})
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+    else:
+        is_difference = figure.y.startswith("difference")
+        axes.set_ylim(*visible(figure.series, [0.0] * is_difference))
+        if is_difference:
+            axes.axhline(0, color=INK, linewidth=1)
+    label_ends(axes, figure.series)
+
+
+def visible(series: Mapping[str, Series], levels: Sequence[float]) -> tuple[float, float]:
+    """Limits that leave out the first tenth of the training, where losses are far higher, and include `levels`."""
+    first = 0.1 * max(x for each in series.values() for x in each.x)
+    shown = list(levels) + [
+        y + sign * e
+        for each in series.values()
+        for x, y, e in zip(each.x, each.y, each.error or [0.0] * len(each.y), strict=True)
+        for sign in (-1, 1)
+        if x >= first
+    ]
+    margin = max(0.08 * (max(shown) - min(shown)), 1e-3)
+    return min(shown) - margin, max(shown) + margin
+
+
+def label_ends(axes: Any, series: Mapping[str, Series]) -> None:
+    """Names right of the axes, moved apart where lines end close together."""
+    low, high = axes.get_ylim()
+    rows = sorted(series, key=lambda row: series[row].y[-1])
+    places = spread([(series[row].y[-1] - low) / (high - low) for row in rows], gap=0.05)
+    for row, place in zip(rows, places, strict=True):
+        axes.text(1.01, place, row, color=look(row)[0], transform=axes.transAxes, va="center", fontweight="bold")
+
+
+def spread(values: Sequence[float], *, gap: float) -> list[float]:
+    """Sorted values moved to be at least `gap` apart, with the least squared movement (pooled neighbours)."""
+    pools: list[list[float]] = []  # value minus its place in the stack: these only must not decrease
+    for i, value in enumerate(values):
+        pools.append([value - i * gap])
+        while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    flat = [fmean(pool) for pool in pools for _ in pool]
+    return [value + i * gap for i, value in enumerate(flat)]
+
+
+def draw_points(axes: Any, figure: Figure) -> None:
+    for row, series in figure.series.items():
+        colour, marker = look(row)
+        axes.errorbar(series.x, series.y, yerr=series.error, color=colour, elinewidth=1, capsize=3)
+        axes.plot(series.x, series.y, color=colour, marker=marker, markersize=8, markeredgecolor="white", zorder=3)
+    axes.margins(0.1)
+    axes.set_xlim(right=axes.get_xlim()[1] + 0.1 * (axes.get_xlim()[1] - axes.get_xlim()[0]))  # for names
+    label_points(axes, figure.series)
+
+
+def label_points(axes: Any, series: Mapping[str, Series]) -> None:
+    """Names in a column right of each group of neighbouring points, joined to them by thin lines."""
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    place = {row: ((s.x[0] - left) / (right - left), (s.y[0] - low) / (high - low)) for row, s in series.items()}
+    groups: list[list[str]] = []
+    for row in sorted(place, key=lambda row: place[row][0]):
+        if groups and place[row][0] - place[groups[-1][-1]][0] < NEAR:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    for group in groups:
+        group.sort(key=lambda row: place[row][1])
+        column = max(place[row][0] for row in group) + 0.04
+        for row, y in zip(group, spread([place[row][1] for row in group], gap=0.05), strict=True):
+            axes.annotate(
+                row,
+                place[row],
+                xytext=(column, y),
+                xycoords="axes fraction",
+                textcoords="axes fraction",
+                va="center",
+                color=look(row)[0],
+                fontweight="bold",
+                arrowprops={"arrowstyle": "-", "color": look(row)[0], "linewidth": 0.8},
+            )

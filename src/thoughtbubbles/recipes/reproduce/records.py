@@ -1,0 +1,140 @@
+"""The records of docs/results, ROW-seedN.json in a folder per protocol: read, and checked before they are compared.
+
+Records of one protocol must have the same version and the same text, and all be from a GPU or all from a CPU: anything
+else cannot be compared, and raises ValueError. GPU times are compared only between records of the same device.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thoughtbubbles.files import read_object
+from thoughtbubbles.recipes.reproduce.protocols import PLAIN, PROTOCOLS, Protocol, protocol
+
+Record = dict[str, Any]
+Value = Callable[[Record], float]
+REQUIRED = ("version", "row", "seed", "text", "device", "validation", "config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """All records of a protocol, by row and seed, rows in the protocol's order."""
+
+    name: str
+    protocol: Protocol
+    rows: Mapping[str, Mapping[int, Record]]
+
+    def __contains__(self, row: str) -> bool:
+        return row in self.rows
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for seeds in self.rows.values() for record in seeds.values()]
+
+    @property
+    def same_device(self) -> bool:
+        return len(self.devices) <= 1
+
+    @property
+    def devices(self) -> list[str]:
+        return sorted({record["device"] for record in self.records})
+
+    def what(self, row: str) -> str:
+        known = self.protocol.rows.get(row)
+        return known.what if known else next(iter(self.rows[row].values()))["what"]
+
+    def planned(self, row: str) -> tuple[int, ...]:
+        known = self.protocol.rows.get(row)
+        return known.seeds if known else ()
+
+    def missing(self, rows: Sequence[str]) -> list[str]:
+        return [row for row in rows if row not in self]
+
+    def mean(self, row: str, value: Value) -> float:
+        """Over the seeds of a row."""
+        return statistics.fmean(value(record) for record in self.rows[row].values())
+
+    def ratio(self, row: str, value: Value, *, over: str = PLAIN) -> float:
+        return self.mean(row, value) / self.mean(over, value)
+
+
+def nats(record: Record) -> float:
+    return float(record["validation"]["nats"])
+
+
+def gpu_seconds(record: Record) -> float:
+    return float(record["gpu_seconds"])
+
+
+def flops(record: Record) -> float:
+    return float(record["flops"])
+
+
+def parameters(record: Record) -> float:
+    return float(record["parameters"])
+
+
+def tokens(record: Record) -> float:
+    """Trained on, with repetitions."""
+    return float(record["tokens"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """All there is in docs/results."""
+
+    folder: Path
+    results: Mapping[str, Results]
+    decode: Mapping[str, Any] | None
+    """Time and KV cache of a decoded token by row of `long` and batch size; None: not measured."""
+
+
+def read_evidence(folder: Path) -> Evidence:
+    path = folder / "decode.json"
+    return Evidence(folder=folder, results=read_results(folder), decode=read_object(path) if path.is_file() else None)
+
+
+def read_results(folder: Path) -> dict[str, Results]:
+    """Of every protocol; those without records have no rows."""
+    return {name: read_protocol(folder, name) for name in PROTOCOLS}
+
+
+def read_protocol(folder: Path, name: str) -> Results:
+    found = protocol(name)
+    records: dict[Path, Record] = {path: _read(path) for path in sorted((folder / name).glob("*-seed*.json"))}
+    _check_same(records, "version", lambda record: record["version"])
+    _check_same(records, "text (its checksum)", lambda record: record["text"]["checksum"])
+    _check_same(records, "kind of device", lambda record: "CPU" if is_cpu(record["device"]) else "GPU")
+    rows: dict[str, dict[int, Record]] = {}
+    order = [*found.rows, *sorted({record["row"] for record in records.values()} - set(found.rows))]
+    for row in order:
+        of_row = {record["seed"]: record for record in records.values() if record["row"] == row}
+        if of_row:
+            rows[row] = dict(sorted(of_row.items()))
+    return Results(name=name, protocol=found, rows=rows)
+
+
+def is_cpu(device: str) -> bool:
+    return " CPU, " in device
+
+
+def _read(path: Path) -> Record:
+    record = read_object(path)
+    absent = [field for field in REQUIRED if field not in record]
+    if absent:
+        raise ValueError(f"{path}: has no {', '.join(absent)}: it is not a record of `thoughtbubbles reproduce`")
+    if path.stem != f"{record['row']}-seed{record['seed']}" or path.parent.name != record["protocol"]:
+        raise ValueError(f"{path}: is a record of {record['protocol']}/{record['row']}-seed{record['seed']}; rename it")
+    return record
+
+
+def _check_same(records: Mapping[Path, Record], what: str, value: Callable[[Record], Any]) -> None:
+    groups: dict[Any, list[str]] = {}
+    for path, record in records.items():
+        groups.setdefault(value(record), []).append(path.name)
+    if len(groups) > 1:
+        named = "; ".join(f"{each}: {', '.join(paths)}" for each, paths in groups.items())
+        folder = next(iter(records)).parent
+        raise ValueError(f"{folder}: records that differ in {what} cannot be compared ({named}); remove one kind")

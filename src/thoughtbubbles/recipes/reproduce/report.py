@@ -1,0 +1,109 @@
+"""Renders docs/results: tables, answers and figures from the records, between the markers that name them.
+
+A page is written by hand; what is between `<!-- name -->` and `<!-- /name -->` is generated. So is one line of the
+README, `evidence`.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from thoughtbubbles.files import check_folder, write_atomically
+from thoughtbubbles.recipes.reproduce.answers import answers
+from thoughtbubbles.recipes.reproduce.figures import Figure, figures
+from thoughtbubbles.recipes.reproduce.plots import has_matplotlib, write_figure
+from thoughtbubbles.recipes.reproduce.records import Evidence, read_evidence
+from thoughtbubbles.recipes.reproduce.sentences import evidence_line
+from thoughtbubbles.recipes.reproduce.tables import (
+    autoregressive_table,
+    forks_table,
+    protocol_table,
+    provenance_table,
+    sources_table,
+    sweep_table,
+    zero_shot_table,
+)
+
+PAGE, FIGURES = "index.md", "figures"
+NEED = "the plots need `pip install 'thoughtbubbles[analysis]'`"
+SECTIONS: dict[str, tuple[str, Callable[[Evidence], str]]] = {
+    "answers": ("Answers", answers),
+    "long": ("Protocol `long`", lambda found: protocol_table(found.results["long"])),
+    "short": ("Protocol `short`", lambda found: protocol_table(found.results["short"])),
+    "scarce": ("Protocol `scarce`", lambda found: protocol_table(found.results["scarce"])),
+    "laptop": ("Protocol `laptop`", lambda found: protocol_table(found.results["laptop"])),
+    "curves": ("During training", lambda found: shown(found, "curves")),
+    "pays": ("Where it pays", lambda found: shown(found, "pays")),
+    "autoregressive": (
+        "Blockwise and token by token",
+        lambda found: autoregressive_table(found.results["long"]),
+    ),
+    "sources": ("By source", lambda found: sources_table(found.results["long"])),
+    "forks": ("What the fork layers do", lambda found: forks_table(found.results["long"])),
+    "zero-shot": ("Zero-shot benchmarks", lambda found: zero_shot_table(found.results["long"])),
+    "sweep": (
+        "Learning rate and weight decay",
+        lambda found: f"{sweep_table(found.results['long-sweep'])}\n\n{shown(found, 'sweep')}",
+    ),
+    "provenance": ("Records", lambda found: provenance_table(found.results.values())),
+    "evidence": ("In one line", lambda found: evidence_line(found.results["long"])),
+}
+MARKED = re.compile(r"(<!-- ([\w-]+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+
+
+def shown(found: Evidence, part: str) -> str:
+    return "\n\n".join(figure_block(found, figure) for figure in figures(found)[part])
+
+
+def figure_block(found: Evidence, figure: Figure) -> str:
+    """The picture, if it was drawn, and its sentence."""
+    if not figure.series:
+        return f"**{figure.title}.** {figure.sentence}"
+    at = f"{FIGURES}/{figure.name}"
+    numbers = f"[Numbers]({at}.json)"
+    if not (found.folder / f"{at}.png").is_file():
+        return f"**{figure.title}.** {figure.sentence} {numbers}; {NEED}."
+    return f"![{figure.title}]({at}.png)\n\n{figure.sentence} [SVG]({at}.svg), {numbers.lower()}."
+
+
+def rendered(page: Path) -> str:
+    """The text of a page with everything between markers generated again; unknown markers stay as they are.
+
+    The records are next to the page; for a README, in docs/results.
+    """
+    folder = page.parent / "docs" / "results" if page.name == "README.md" else page.parent
+    found = read_evidence(folder)
+
+    def fresh(match: re.Match[str]) -> str:
+        name = match[2]
+        return f"{match[1]}{SECTIONS[name][1](found)}\n{match[3]}" if name in SECTIONS else match[0]
+
+    return MARKED.sub(fresh, page.read_text(encoding="utf-8"))
+
+
+def write_report(out: Path) -> list[Path]:
+    """Draws the figures, then renders the page, and the README if `out` is docs/results of a repository.
+
+    Where there is no page yet, one is made of the generated parts alone. Returns the paths written.
+    """
+    out = check_folder(out, option="--out")
+    found = read_evidence(out)
+    out.mkdir(parents=True, exist_ok=True)
+    drawn = [figure for part in figures(found).values() for figure in part if figure.series]
+    written = [path for figure in drawn for path in write_figure(figure, out / FIGURES)]
+    if drawn and not has_matplotlib():
+        print(f"tables only: {NEED}")
+    page, readme = out / PAGE, out.parent.parent / "README.md"
+    if not page.exists():
+        write_atomically(page, [empty_page(found).encode()])
+    is_ours = out.parts[-2:] == ("docs", "results") and readme.is_file()
+    for each in [page, *[readme] * is_ours]:
+        write_atomically(each, [rendered(each).encode()])
+        written.append(each)
+    return written
+
+
+def empty_page(found: Evidence) -> str:
+    names = [name for name in SECTIONS if name != "evidence" and (name != "laptop" or found.results[name].rows)]
+    parts = [f"## {SECTIONS[name][0]}\n\n<!-- {name} -->\n<!-- /{name} -->\n" for name in names]
+    return "\n".join(["# Results\n", *parts])

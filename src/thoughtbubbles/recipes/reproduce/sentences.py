@@ -1,0 +1,66 @@
+"""Sentences about the difference of two rows: who is ahead, by how much, over how many seeds.
+
+Within two standard errors a sentence says "no difference that we can measure"; where rows are missing it names them.
+"""
+
+from collections.abc import Sequence
+
+from thoughtbubbles.recipes.reproduce.compare_rows import Difference, difference, signed
+from thoughtbubbles.recipes.reproduce.protocols import PLAIN
+from thoughtbubbles.recipes.reproduce.records import Results, gpu_seconds, parameters, tokens
+
+PAGE = "docs/results/index.md"  # as seen from the README
+
+
+def needs(results: Results, rows: Sequence[str]) -> str:
+    missing = results.missing(rows)
+    if not missing:
+        return f"Not measured yet: needs a common seed of {', '.join(f'`{row}`' for row in rows)} in `{results.name}`."
+    named = ", ".join(f"`{row}`" for row in missing)
+    return f"Not measured yet: needs row{'s' * (len(missing) > 1)} {named} of `{results.name}`."
+
+
+def sentence(gap: Difference, row: str, other: str) -> str:
+    """Without the full stop."""
+    if gap.error is None:
+        return f"{ahead(gap, row, other)} ({len(gap.seeds)} seed, without an error)"
+    if not gap.is_measurable:
+        return (
+            f"between `{row}` and `{other}` there is no difference that we can measure "
+            f"({signed(gap.mean)} ± {gap.error:.4f} nats per token, {gap.seeds_in_words})"
+        )
+    return f"{ahead(gap, row, other)} ({gap.seeds_in_words})"
+
+
+def ahead(gap: Difference, row: str, other: str) -> str:
+    return f"`{row}` ends {gap.size} nats per token {'below' if gap.mean < 0 else 'above'} `{other}`"
+
+
+def compared(results: Results, row: str, other: str) -> str:
+    gap = difference(results, row, other)
+    return needs(results, (row, other)) if gap is None else f"{sentence(gap, row, other)}."
+
+
+def lead(gap: Difference | None) -> str:
+    """The answer in a word or two, if a loss below 0 is what was asked for."""
+    if gap is None:
+        return ""
+    if gap.error is not None and not gap.is_measurable:
+        return "**No difference that we can measure.** "
+    word = "Yes" if gap.mean < 0 else "No"
+    return f"**{word}.** " if len(gap.seeds) > 1 else f"**{word}, in the only seed so far.** "
+
+
+def evidence_line(results: Results) -> str:
+    """For the README, from the records of `long`."""
+    r2, r1 = difference(results, "r2", PLAIN), difference(results, "r1", PLAIN)
+    page = f"[results]({PAGE})"
+    if r2 is None or r1 is None:
+        return f"The evidence for what bubbles bring, and which part of it the forks bring, is being gathered: {page}."
+    size = f"{results.mean(PLAIN, parameters) / 1e6:.1f}M parameters"
+    length = f"{results.mean(PLAIN, tokens) / 1e6:,.0f}M training tokens"
+    time = f"; `r2` takes {results.ratio('r2', gpu_seconds):.2f} × the GPU time" if results.same_device else ""
+    return (
+        f"At {size} and {length}, against plain GPT: with forks, {sentence(r2, 'r2', PLAIN)}; with the same scores and "
+        f"attenuation but no forks, {sentence(r1, 'r1', PLAIN)}{time}. All rows, seeds and plots: {page}."
+    )

@@ -1,0 +1,218 @@
+"""The tables of docs/results as Markdown, each from the records of one protocol."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from thoughtbubbles.files import read_object
+from thoughtbubbles.recipes.reproduce.compare_rows import autoregressive_gap, difference, signed
+from thoughtbubbles.recipes.reproduce.protocols import PLAIN, TUNED
+from thoughtbubbles.recipes.reproduce.records import Record, Results, gpu_seconds, is_cpu, nats, parameters, tokens
+from thoughtbubbles.train.forks import QUANTILE_NAMES
+
+NONE_YET = "Not measured yet."
+PAPER = Path(__file__).with_name("paper.json")
+
+
+def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [f"| {' | '.join(cells)} |" for cells in lines]
+    return "\n".join([f"| {' | '.join(headings)} |", "|" + " --- |" * len(headings), *rows])
+
+
+def protocol_table(results: Results) -> str:
+    """One line per row of the protocol, also for those that are not run."""
+    headings = (
+        "row",
+        "model",
+        "seeds",
+        "parameters",
+        "training tokens",
+        f"{unit(results)} seconds",
+        "nats per token (spread)",
+        "bits per byte",
+        "against plain",
+        "loss on a repetition",
+        "autoregressive − blockwise",
+    )
+    names = [*results.protocol.rows, *(row for row in results.rows if row not in results.protocol.rows)]
+    table = markdown(headings, (protocol_line(results, row) for row in names))
+    return "\n\n".join([table, *([measured_on(results)] if results.rows else [])])
+
+
+def unit(results: Results) -> str:
+    return "CPU" if any(is_cpu(device) for device in results.devices) else "GPU"
+
+
+def measured_on(results: Results) -> str:
+    record = results.records[0]
+    text, validation = record["text"], record["validation"]
+    mixed = "" if results.same_device else " Times of different devices cannot be compared; each has its device."
+    return (
+        f"Device: {', '.join(results.devices)}.{mixed} Text: {text['tokens']:,} training tokens of tokenizer "
+        f"`{text['tokenizer']}` (checksum {text['checksum']}); {validation['tokens']:,} validation tokens."
+    )
+
+
+def protocol_line(results: Results, row: str) -> list[str]:
+    planned = len(results.planned(row))
+    if row not in results:
+        return [f"`{row}`", results.what(row), f"not run ({planned} planned)", *["–"] * 8]
+    records = list(results.rows[row].values())
+    seconds = f"{results.mean(row, gpu_seconds):,.0f}"
+    if not results.same_device:
+        seconds += f" ({', '.join(sorted({record['device'] for record in records}))})"
+    losses = [nats(record) for record in records]
+    spread = f" ({max(losses) - min(losses):.4f})" if len(losses) > 1 else ""
+    against = None if row == PLAIN else difference(results, row, PLAIN)
+    copying = [record["copying"]["second"] for record in records if record.get("copying")]
+    gap = autoregressive_gap(results, row)
+    return [
+        f"`{row}`",
+        results.what(row),
+        f"{len(records)} of {max(planned, len(records))}",
+        f"{results.mean(row, parameters):,.0f}",
+        f"{results.mean(row, tokens) / 1e6:,.1f}M",
+        seconds,
+        f"{statistics.fmean(losses):.4f}{spread}",
+        f"{results.mean(row, lambda record: record['validation']['bits_per_byte']):.4f}",
+        "–" if against is None else against.cell,
+        f"{statistics.fmean(copying):.3f}" if copying else "–",
+        "–" if gap is None else signed(gap.mean),
+    ]
+
+
+def sweep_table(results: Results) -> str:
+    """Weight decay × learning rate, one table per model; the best of each is bold."""
+    rows = results.protocol.rows
+    points = {row: (settings.optim["lr"], settings.optim["weight_decay"]) for row, settings in rows.items()}
+    models = list(dict.fromkeys(row.partition("-lr")[0] for row in rows))
+    rates, decays = (sorted({point[i] for point in points.values()}) for i in (0, 1))
+    parts = []
+    for model in models:
+        losses = {row: results.mean(row, nats) for row in results.rows if row.partition("-lr")[0] == model}
+        best = min(losses, key=losses.__getitem__) if losses else None
+        at = {point: row for row, point in points.items() if row.partition("-lr")[0] == model}
+        lines = [
+            [f"{decay:g}", *(sweep_cell(at.get((rate, decay)), losses, best) for rate in rates)] for decay in decays
+        ]
+        headings = [f"`{model}`: weight decay", *(f"lr {rate:g}" for rate in rates)]
+        parts.append(markdown(headings, lines))
+    used = (f"`{model}` lr {at['lr']:g}, weight decay {at['weight_decay']:g}" for model, at in TUNED.items())
+    parts.append(f"Validation loss in nats per token, the best bold. `long` uses: {'; '.join(used)}.")
+    return "\n\n".join(parts)
+
+
+def sweep_cell(row: str | None, losses: dict[str, float], best: str | None) -> str:
+    if row is None:
+        return "–"
+    if row not in losses:
+        return "not run"
+    return f"**{losses[row]:.4f}**" if row == best else f"{losses[row]:.4f}"
+
+
+def sources_table(results: Results) -> str:
+    names = list(dict.fromkeys(name for record in results.records for name in record.get("by_source", {})))
+    if not names:
+        return NONE_YET
+    headings = ("row", "seeds", *(f"{name}: nats (bits per byte)" for name in names))
+    lines = []
+    for row, seeds in results.rows.items():
+        cells = [mean_of(seeds.values(), name) for name in names]
+        lines.append([f"`{row}`", str(len(seeds)), *cells])
+    return markdown(headings, lines)
+
+
+def mean_of(records: Iterable[Record], source: str) -> str:
+    found = [record["by_source"][source] for record in records if source in record.get("by_source", {})]
+    if not found:
+        return "–"
+    loss, bits = (statistics.fmean(each[name] for each in found) for name in ("nats", "bits_per_byte"))
+    return f"{loss:.4f} ({bits:.4f})"
+
+
+def forks_table(results: Results) -> str:
+    """Means over the seeds of a row, for each fork layer."""
+    lines = []
+    for row, seeds in results.rows.items():
+        records = [record["forks"] for record in seeds.values() if record.get("forks")]
+        for layers in zip(*records, strict=True):
+            numbers = {name: statistics.fmean(layer[name] for layer in layers) for name in ("streams", "alive")}
+            scores = [statistics.fmean(values) for values in zip(*(layer["scores"] for layer in layers), strict=True)]
+            cells = [f"{score:.3f}" for score in scores]
+            place = [f"`{row}`", str(layers[0]["layer"]), f"{numbers['streams']:.3f}"]
+            lines.append([*place, *cells, f"{numbers['alive']:.1%}"])
+    if not lines:
+        return NONE_YET
+    quantiles = (f"score: {name}" for name in QUANTILE_NAMES)
+    return markdown(("row", "before block", "streams per token", *quantiles, "share with a score above 0.05"), lines)
+
+
+def zero_shot_table(results: Results) -> str:
+    """Ours, by row, then the paper's models on the same benchmarks."""
+    paper = read_object(PAPER)
+    tasks = paper["tasks"]
+    lines = [zero_shot_line(results, row, tasks) for row, known in results.protocol.rows.items() if known.zero_shot]
+    chance = {name: task["chance"] for record in results.records for name, task in record.get("zero_shot", {}).items()}
+    shown = ("–" if chance.get(name) is None else f"{100 * chance[name]:.1f}" for name in tasks)
+    lines.append(["", "chance", *shown])
+    for part in paper["zero_shot"]:
+        for row, numbers in part["rows"].items():
+            cells = (numbers.get(name, "–") for name in tasks)
+            lines.append([f"the paper, table {part['table']}: {part['model']}", row, *cells])
+    return markdown(("", "row", *tasks.values()), lines)
+
+
+def zero_shot_line(results: Results, row: str, tasks: dict[str, str]) -> list[str]:
+    """Over several seeds: the mean accuracy, and the mean standard error, since all answer the same questions."""
+    found = [record["zero_shot"] for record in results.rows.get(row, {}).values() if "zero_shot" in record]
+    if not found:
+        return ["ours: not run", f"`{row}`", *["–"] * len(tasks)]
+    cells = []
+    for name in tasks:
+        scores = [each[name] for each in found if name in each]
+        mean = 100 * statistics.fmean(score["accuracy"] for score in scores) if scores else None
+        errors = [100 * score["standard_error"] for score in scores if score["standard_error"] is not None]
+        error = f" ± {statistics.fmean(errors):.1f}" if errors else ""
+        cells.append("–" if mean is None else f"{mean:.1f}{error}")
+    return [f"ours, {len(found)} seed{'s' * (len(found) > 1)}", f"`{row}`", *cells]
+
+
+WAYS = {"blockwise": "blockwise", "autoregressive": "autoregressive", "fixed": "fixed budget", "cached": "cached"}
+
+
+def autoregressive_table(results: Results) -> str:
+    """Every way to score a row on the same windows; only block selection has a fixed budget and an inexact cache."""
+    lines = []
+    for row, seeds in results.rows.items():
+        found = [record["autoregressive"] for record in seeds.values() if record.get("autoregressive")]
+        if found:
+            ways = [way_cell(found, way) for way in WAYS]
+            gap = autoregressive_gap(results, row)
+            largest = max(each["differences"]["autoregressive - blockwise"]["largest"] for each in found)
+            lines.append([f"`{row}`", str(found[0]["windows"]), *ways, gap.cell if gap else "–", f"{largest:.1e}"])
+    if not lines:
+        return NONE_YET
+    headings = ("row", "windows", *WAYS.values(), "autoregressive − blockwise", "largest of any token")
+    return markdown(headings, lines)
+
+
+def way_cell(found: Sequence[dict[str, Any]], way: str) -> str:
+    losses = [each["nats"][way] for each in found if way in each["nats"]]
+    return f"{statistics.fmean(losses):.4f}" if losses else "–"
+
+
+def provenance_table(all_results: Iterable[Results]) -> str:
+    lines = []
+    for results in all_results:
+        for row, seeds in results.rows.items():
+            for seed, record in seeds.items():
+                path = f"{results.name}/{row}-seed{seed}.json"
+                wall = f"{record['wall_seconds']:,.0f}"
+                wall += f" (resumed at step {record['resumed_at']:,})" if record.get("resumed_at") else ""
+                commit, torch = record["commit"] or "unknown", record["versions"]["torch"]
+                cells = [commit, torch, record["device"], f"`{record['command']}`", wall, record["time"][:16]]
+                lines.append([f"[{path}]({path})", *cells])
+    if not lines:
+        return "No records yet."
+    return markdown(("record", "commit", "PyTorch", "device", "command", "wall seconds", "time (UTC)"), lines)

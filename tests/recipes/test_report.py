@@ -1,0 +1,324 @@
+"""The report of `thoughtbubbles reproduce`, from made-up records with known numbers; and the committed pages."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from made_up import made_up, rows, write
+
+from thoughtbubbles.recipes.reproduce.answers import answers
+from thoughtbubbles.recipes.reproduce.compare_rows import Difference, curve_differences, difference
+from thoughtbubbles.recipes.reproduce.figures import figures
+from thoughtbubbles.recipes.reproduce.plots import is_current, spread
+from thoughtbubbles.recipes.reproduce.records import read_evidence, read_protocol
+from thoughtbubbles.recipes.reproduce.report import SECTIONS, rendered, write_report
+from thoughtbubbles.recipes.reproduce.sentences import sentence
+from thoughtbubbles.recipes.reproduce.tables import (
+    autoregressive_table,
+    forks_table,
+    protocol_table,
+    provenance_table,
+    sources_table,
+    sweep_table,
+    zero_shot_table,
+)
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
+# Differences of r2 to plain: −0.03, −0.02, −0.03: mean −0.08/3, deviation 0.01/√3, standard error 0.01/3.
+THREE = {"plain": [3.00, 3.02, 3.01], "r2": [2.97, 3.00, 2.98]}
+
+
+def line_of(table: str, row: str) -> list[str]:
+    (found,) = (line for line in table.splitlines() if line.startswith(f"| `{row}` |"))
+    return [cell.strip() for cell in found.strip("|").split("|")]
+
+
+def paragraph(text: str, question: str) -> str:
+    return next(part for part in text.split("### ")[1:] if part.startswith(question)).partition("\n\n")[2].strip()
+
+
+@pytest.mark.parametrize("page", [RESULTS / "index.md", ROOT / "README.md"], ids=lambda page: page.name)
+def test_the_committed_pages_are_what_the_records_say(page):
+    assert page.read_text(encoding="utf-8") == rendered(page)
+
+
+def test_the_committed_page_has_every_part_and_its_figures_are_current():
+    page = (RESULTS / "index.md").read_text(encoding="utf-8")
+    for name in SECTIONS:
+        if name not in ("evidence", "laptop"):
+            assert f"<!-- {name} -->\n" in page, name
+    assert "<!-- evidence -->\n" in (ROOT / "README.md").read_text(encoding="utf-8")
+    for part in figures(read_evidence(RESULTS)).values():
+        for figure in part:
+            assert not figure.series or is_current(figure, RESULTS / "figures"), figure.name
+
+
+def test_a_difference_is_paired_by_seed(tmp_path):
+    found = difference(read_protocol(write(tmp_path, *rows("long", THREE)), "long"), "r2", "plain")
+    assert found.mean == pytest.approx(-0.08 / 3)
+    assert found.error == pytest.approx(0.01 / 3)
+    assert (found.seeds, found.over) == ((0, 1, 2), "seeds")
+    assert found.cell == "−0.0267 ± 0.0033"
+
+
+def test_only_common_seeds_count(tmp_path):
+    write(tmp_path, made_up("long", "plain", 0, 3.0), made_up("long", "plain", 1, 9.0), made_up("long", "r1", 0, 2.9))
+    results = read_protocol(tmp_path, "long")
+    assert difference(results, "r1", "plain").mean == pytest.approx(-0.1)
+    assert difference(results, "r1", "r2") is None
+    assert line_of(protocol_table(results), "plain")[6] == "6.0000 (6.0000)"
+
+
+def test_the_error_of_one_seed_is_over_windows(tmp_path):
+    """Windows of 4, 4 and 2 tokens, differences −0.1, 0 and −0.2: mean −0.08; Σ (4·0.02)² + (4·0.08)² + (2·0.12)²
+    = 0.1664, times 3/2, its root 0.4996, over 10 tokens."""
+    one, two = made_up("long", "plain", 0, 3.0), made_up("long", "r2", 0, 2.92)
+    one["validation"]["windows"] = [3.0, 3.0, 3.0]
+    two["validation"]["windows"] = [2.9, 3.0, 2.8]
+    found = difference(read_protocol(write(tmp_path, one, two), "long"), "r2", "plain")
+    assert found.error == pytest.approx(0.04996, abs=1e-6)
+    assert found.cell == "−0.0800 ± 0.0500 (over windows, one seed)"
+    assert not found.is_measurable
+
+
+def test_windows_that_do_not_make_the_tokens_are_damage(tmp_path):
+    bad = made_up("long", "r2", 0, 2.9)
+    bad["validation"]["tokens"] = 20
+    results = read_protocol(write(tmp_path, made_up("long", "plain", 0, 3.0), bad), "long")
+    with pytest.raises(ValueError, match=r"long/r2-seed0: 3 windows of 4 tokens do not make 20"):
+        difference(results, "r2", "plain")
+
+
+def test_a_row_of_the_table(tmp_path):
+    results = read_protocol(write(tmp_path, *rows("long", THREE)), "long")
+    table = protocol_table(results)
+    assert line_of(table, "r2") == [
+        "`r2`",
+        "causal selection, 2 streams per token",
+        "3 of 3",
+        "12,000,000",
+        "0.0M",
+        "300",
+        "2.9833 (0.0300)",
+        "0.9944",
+        "−0.0267 ± 0.0033",
+        "0.250",
+        "0.0000",
+    ]
+    assert line_of(table, "r1")[2:4] == ["not run (3 planned)", "–"]
+    assert "Device: NVIDIA H200." in table
+    assert "(checksum 12345678)" in table
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text": {"tokens": 1, "tokenizer": "x", "checksum": "other"}}, r"text.*plain-seed0\.json.*r2-seed0\.json"),
+        ({"version": 2}, r"version.*\(1: plain-seed0\.json; 2: r2-seed0\.json\)"),
+        ({"device": "x86_64 CPU, 2 threads"}, r"device.*\(GPU: plain-seed0\.json; CPU: r2-seed0\.json\)"),
+    ],
+)
+def test_records_that_cannot_be_compared_are_rejected(change, message, tmp_path):
+    write(tmp_path, made_up("long", "plain", 0, 3.0), made_up("long", "r2", 0, 2.9, **change))
+    with pytest.raises(ValueError, match=message):
+        write_report(tmp_path)
+
+
+def test_a_record_under_another_name_is_rejected(tmp_path):
+    write(tmp_path, made_up("long", "plain", 0, 3.0))
+    (tmp_path / "long" / "plain-seed0.json").rename(tmp_path / "long" / "plain-seed1.json")
+    with pytest.raises(ValueError, match="is a record of long/plain-seed0"):
+        read_protocol(tmp_path, "long")
+    (tmp_path / "long" / "plain-seed1.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no version"):
+        read_protocol(tmp_path, "long")
+
+
+def test_times_of_different_gpus_are_shown_but_not_compared(tmp_path):
+    losses = {"plain": [3.0], "r2": [2.9], "wider": [2.8]}
+    records = rows("long", losses)
+    records[1]["device"] = "NVIDIA H100"
+    evidence = read_evidence(write(tmp_path, *records))
+    assert line_of(protocol_table(evidence.results["long"]), "r2")[5] == "300 (NVIDIA H100)"
+    assert "different devices (NVIDIA H100, NVIDIA H200)" in paragraph(answers(evidence), "Does it help at equal GPU")
+    (figure,) = (each for each in figures(evidence)["pays"] if each.name == "long-gpu-seconds")
+    assert not figure.series
+    assert "cannot be compared" in figure.sentence
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "said"),
+    [
+        (-0.02, 0.004, "`r2` ends 0.0200 ± 0.0040 nats per token below `r1` (2 seeds)"),
+        (0.02, 0.004, "`r2` ends 0.0200 ± 0.0040 nats per token above `r1` (2 seeds)"),
+        (
+            -0.02,
+            0.0101,
+            "between `r2` and `r1` there is no difference that we can measure "
+            "(−0.0200 ± 0.0101 nats per token, 2 seeds)",
+        ),
+    ],
+)
+def test_a_sentence_follows_sign_and_error(mean, error, said):
+    assert sentence(Difference(mean=mean, error=error, seeds=(0, 1), over="seeds"), "r2", "r1") == said
+
+
+def test_answers_without_records_name_what_they_need(tmp_path):
+    text = answers(read_evidence(tmp_path))
+    assert "Not measured yet: needs rows `r2`, `plain` of `long`." in paragraph(text, "Does it help at equal tokens")
+    assert "needs the decoding times" in paragraph(text, "Does it help at equal decoding")
+    assert "**" not in text, "no answer without records"
+
+
+def test_answers_from_three_seeds(tmp_path):
+    losses = {**THREE, "r1": [2.985, 3.005, 2.995], "wider": [2.95], "longer": [3.5]}
+    records = rows("long", losses)
+    for record in records:
+        if record["row"] != "plain":
+            record |= {"flops": 2e18, "gpu_seconds": 500.0}
+    text = answers(read_evidence(write(tmp_path, *records)))
+    tokens = paragraph(text, "Does it help at equal tokens")
+    assert tokens.startswith("**Yes.** In `long`: `r2` ends 0.0267 ± 0.0033 nats per token below `plain` (3 seeds).")
+    assert "0.030 nats per token (the paper, table 2: 150M, OpenWebText" in tokens
+    assert "The gain in `long` is 88% of that" in tokens  # 0.02667 / ln(24.51 / 23.78)
+    flops = paragraph(text, "Does it help at equal FLOPs")
+    assert flops.startswith(
+        "**No, in the only seed so far.** In `long`, `r2` takes 2.00 × the training FLOPs of `plain`."
+    )
+    assert "`wider` takes 1.00 × the training FLOPs of `r2`: `r2` ends 0.0200 ± 0.0000" in flops
+    parts = paragraph(text, "Is it the forks")
+    assert "`r1` ends 0.0150 ± 0.0000 nats per token below `plain` (3 seeds). That is 56% of the gain of `r2`." in parts
+    assert "Forks in addition to it: `r2` ends 0.0117 ± 0.0033 nats per token below `r1`" in parts
+    assert "a sigmoid per head: Not measured yet: needs row `head-gate` of `long`." in parts
+
+
+def test_the_leak_of_block_selection(tmp_path):
+    gap = {"mean": 0.012, "standard_error": 0.002, "largest": 1.5, "same_greedy": 0.9}
+    ways = {"blockwise": 2.9, "autoregressive": 2.912, "fixed": 2.98, "cached": 2.915}
+    scored = {"windows": 64, "nats": ways, "differences": {"autoregressive - blockwise": gap}}
+    block = made_up("long", "block", 0, 2.9, autoregressive=scored)
+    evidence = read_evidence(write(tmp_path, block, made_up("long", "r2", 0, 2.9)))
+    text = paragraph(answers(evidence), "Is causal selection")
+    assert "contains a leak" in text
+    assert "(+0.0120 ± 0.0020 nats per token, one seed, ± over windows)" in text
+    assert "+0.0100 nats per token (figure 6: perplexity 20.97 blockwise, 21.18 token by token" in text
+    line = line_of(autoregressive_table(evidence.results["long"]), "block")
+    assert line[1:6] == ["64", "2.9000", "2.9120", "2.9800", "2.9150"]
+    gap["standard_error"] = 0.007
+    write(tmp_path, block)
+    assert "no leak that we can measure" in paragraph(answers(read_evidence(tmp_path)), "Is causal selection")
+
+
+def test_growth_is_judged_seed_by_seed(tmp_path):
+    """r2 is 0.01 ahead at half of the training and 0.03 (seed 0) or 0.032 (seed 1) at its end."""
+    curves = {"plain": [3.5, 3.4, 3.3, 3.2], "r2": [3.5, 3.39, 3.28, 3.17]}
+    records = [
+        made_up("long", row, seed, 3.2, curve=[[100 * (i + 1), loss] for i, loss in enumerate(curve)])
+        for row, curve in curves.items()
+        for seed in (0, 1)
+    ]
+    records[-1]["curve"][-1][1] = 3.168
+    evidence = read_evidence(write(tmp_path, *records))
+    text = paragraph(answers(evidence), "Does the gain grow")
+    assert "0.0000 ± 0.0000 at 25%, −0.0100 ± 0.0000 at 50%, −0.0200 ± 0.0000 at 75%, −0.0310 ± 0.0010 at 100%" in text
+    assert "the difference moves in favour of `r2` (−0.0210 ± 0.0010 nats per token)" in text
+    points = curve_differences(evidence.results["long"], "r2", "plain")
+    assert [tokens for tokens, _ in points] == [800, 1600, 2400, 3200]
+
+
+def test_decoding_times_and_cache(tmp_path):
+    at = {"plain": (1.0, 100), "r2": (1.2, 200), "wider": (1.1, 150)}
+    decode = {
+        row: {batch: {"milliseconds": time, "cache_bytes": size * 2**20} for batch in ("1", "32")}
+        for row, (time, size) in at.items()
+    }
+    write(tmp_path, *rows("long", {**THREE, "wider": [2.95, 2.97, 2.96]}))
+    (tmp_path / "decode.json").write_text(json.dumps({"device": "NVIDIA H200", "rows": decode}))
+    evidence = read_evidence(tmp_path)
+    text = paragraph(answers(evidence), "Does it help at equal decoding")
+    assert text.startswith("**No.** Decoding 1 row, per token: `r2` 1.200 ms, `plain` 1.000 ms, `wider` 1.100 ms.")
+    found = {figure.name: figure for figure in figures(evidence)["pays"]}
+    assert found["long-cache"].series["r2"].x == [200]
+    assert found["long-decode-32"].series["wider"].x == [1.1]
+
+
+def test_sweep_sources_forks_and_benchmarks(tmp_path):
+    for row, nats, lr in (("plain-lr0.0015-wd0.1", 3.4, 1.5e-3), ("plain-lr0.003-wd0.1", 3.3, 3e-3)):
+        record = made_up("long-sweep", row, 0, nats, autoregressive=None)
+        record["config"]["optim"]["lr"] = lr
+        write(tmp_path, record)
+    layers = [{"layer": 3, "streams": 2.0, "dropped": 0.0, "alive": 0.5, "scores": [0.1, 0.2, 0.3]}]
+    score = {"accuracy": 0.25, "standard_error": 0.01, "documents": 100, "chance": 0.5}
+    write(tmp_path, made_up("long", "r2", 0, 3.0, forks=layers, zero_shot={"piqa": score}))
+    write(tmp_path, made_up("long", "plain", 0, 3.1))
+    evidence = read_evidence(tmp_path)
+    long = evidence.results["long"]
+    sweep = sweep_table(evidence.results["long-sweep"])
+    assert "| 0.1 | 3.4000 | **3.3000** | not run |" in sweep
+    assert "| 0.03 | – | not run | – |" in sweep
+    assert figures(evidence)["sweep"][0].series["plain"].x == [0.0015, 0.003]
+    assert line_of(sources_table(long), "r2") == ["`r2`", "1", "2.5000 (0.7500)"]
+    assert line_of(forks_table(long), "r2")[1:] == ["3", "2.000", "0.100", "0.200", "0.300", "50.0%"]
+    table = zero_shot_table(long)
+    assert "| ours, 1 seed | `r2` | – | – | – | 25.0 ± 1.0 | – | – |" in table
+    assert "| ours: not run | `plain` | – |" in table
+    assert "|  | chance | – | – | – | 50.0 | – | – |" in table
+    assert "| the paper, table 1: 1.9B, FineWeb and peS2o, 40B tokens | plain | 39.15 | 47.29 |" in table
+    assert "| [long/r2-seed0.json](long/r2-seed0.json) | abc1234 | 2.11.0 | NVIDIA H200 |" in provenance_table([long])
+
+
+def test_an_ensemble_has_a_loss_but_no_curve(tmp_path):
+    ensemble = made_up("scarce", "ensemble", 0, 2.9)
+    for field in ("autoregressive", "copying", "forks"):
+        del ensemble[field]
+    evidence = read_evidence(write(tmp_path, ensemble, *rows("scarce", {"plain": [3.0], "r2": [2.95]})))
+    assert line_of(protocol_table(evidence.results["scarce"]), "ensemble")[8:] == [
+        "−0.1000 ± 0.0000 (over windows, one seed)",
+        "–",
+        "–",
+    ]
+    drawn = {figure.name: list(figure.series) for figure in figures(evidence)["curves"]}
+    assert drawn["scarce-difference"] == ["r2"]
+    assert drawn["scarce-training"] == ["plain", "r2"]
+
+
+def test_the_report_is_written_and_stays(tmp_path, capsys):
+    """Figures with their numbers, a page where there is none, the README's line; the second time nothing changes."""
+    pytest.importorskip("matplotlib")
+    out = write(tmp_path / "docs" / "results", *rows("long", {**THREE, "r1": [2.98, 3.00, 2.99]}))
+    readme = tmp_path / "README.md"
+    readme.write_text("# A\n\n<!-- evidence -->\n<!-- /evidence -->\n<!-- results -->\nkept\n<!-- /results -->\n")
+    written = write_report(out)
+    numbers = json.loads((out / "figures" / "long-difference.json").read_text())
+    assert numbers["series"]["r2"]["y"] == pytest.approx([-0.08 / 3] * 4, rel=1e-5)
+    assert numbers["series"]["r2"]["x"] == [0.0008, 0.0016, 0.0024, 0.0032]
+    assert (out / "figures" / "long-difference.png").read_bytes()[:4] == b"\x89PNG"
+    points = json.loads((out / "figures" / "long-flops.json").read_text())["series"]
+    assert points["r2"]["y"] == [pytest.approx(3.01 - 0.08 / 3, rel=1e-5)]
+    assert points["r2"]["error"] == [pytest.approx(0.01 / 3, rel=1e-5)]
+    line = readme.read_text()
+    assert "with forks, `r2` ends 0.0267 ± 0.0033 nats per token below `plain` (3 seeds)" in line
+    assert "<!-- results -->\nkept\n<!-- /results -->" in line
+    page = (out / "index.md").read_text()
+    assert "![long: training loss](figures/long-training.png)" in page
+    assert {path.name for path in written} >= {"index.md", "README.md", "long-flops.svg", "long-training.json"}
+    assert [path.name for path in write_report(out)] == ["index.md", "README.md"]
+    assert ((out / "index.md").read_text(), readme.read_text()) == (page, line)
+
+
+def test_without_matplotlib_there_are_tables_and_numbers(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    write_report(write(tmp_path, *rows("long", THREE)))
+    assert capsys.readouterr().out == "tables only: the plots need `pip install 'thoughtbubbles[analysis]'`\n"
+    assert not list((tmp_path / "figures").glob("*.png"))
+    page = (tmp_path / "index.md").read_text()
+    assert "[Numbers](figures/long-difference.json); the plots need" in page
+    assert line_of(page.partition("<!-- long -->")[2].partition("<!-- /long -->")[0], "r2")[2] == "3 of 3"
+
+
+def test_names_of_lines_are_moved_apart():
+    assert spread([0.5, 0.5], gap=0.1) == pytest.approx([0.45, 0.55])
+    assert spread([0.1, 0.5], gap=0.1) == [0.1, 0.5]
+    assert spread([0.0, 0.0, 0.9], gap=0.1) == pytest.approx([-0.05, 0.05, 0.9])
