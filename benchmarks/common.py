@@ -71,6 +71,11 @@ def _without_places(arguments: list[str]) -> list[str]:
     return [names.get(before, word) for before, word in pairwise(["", *kept])]
 
 
+def command() -> str:
+    """The command line of this run."""
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_without_places(sys.argv[1:])])
+
+
 def slug(name: str) -> str:
     """A machine's name as part of a file name."""
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
@@ -82,7 +87,7 @@ def write_results(benchmark: str, device: str, numbers: dict[str, Any], *, to: P
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "benchmark": benchmark,
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_without_places(sys.argv[1:])]),
+        "command": command(),
         "commit": commit() or "unknown",
         "machine": name,
         "torch": torch.__version__,

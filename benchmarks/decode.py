@@ -2,6 +2,8 @@
 
 python benchmarks/decode.py                   150m, float32: 256 new tokens after a prompt of 256, one row
 python benchmarks/decode.py --device cuda     1.9b, bfloat16: 1 row and 32 rows, compiled steps, static shapes
+python benchmarks/decode.py --device cuda --protocol long
+    the rows of `thoughtbubbles reproduce long`: docs/results/decode.json, which its report reads
 
 Random weights and random ids. Before anything is timed, cached log-probabilities are checked against the parallel
 forward. Decoding without a cache is timed at 8 evenly spaced prefix lengths and summed. On the GPU the time of a step
@@ -10,69 +12,40 @@ sampling and returning tokens.
 """
 
 import argparse
-import gc
+import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import seconds, synchronize, write_results
+from common import command, seconds, synchronize, write_results
+from decode_steps import DTYPES, NEW, PROMPT, build, difference, graph_times, graphs, some_ids
 from torch import Tensor
 
-from thoughtbubbles.generate.cache import cache_memory, new_cache
+from thoughtbubbles.generate.cache import Cache, cache_memory
 from thoughtbubbles.generate.decode import decode_step, predict_uncached, prefill
-from thoughtbubbles.generate.graph import GraphStep
+from thoughtbubbles.generate.graph import GraphStep, has_kernels
 from thoughtbubbles.generate.requests import Request, stream
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.cost import parameter_count
 from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.provenance import commit, device_name
+from thoughtbubbles.recipes.reproduce.protocols import protocol
 
-PROMPT, NEW = 256, 256
+VOCABULARY = 8192  # of the text behind docs/results
+FOR_REPORT = Path(__file__).parents[1] / "docs" / "results" / "decode.json"
 SIZES = 8  # prefix lengths at which decoding without a cache is timed
-
-
-def build(name: str, device: str, dtype: torch.dtype) -> Thoughtbubbles:
-    torch.manual_seed(0)
-    with torch.device(device):
-        return Thoughtbubbles(ModelConfig.named(name)).to(dtype).eval()
-
-
-def some_ids(model: Thoughtbubbles, rows: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(50257, (rows, PROMPT + NEW), generator=generator)
-    return ids.to(model.embedding.weight.device)
-
-
-@torch.no_grad()
-def difference(model: Thoughtbubbles, ids: Tensor, *, steps: int) -> dict[str, float]:
-    """Cached against the parallel forward: the largest difference of a log-probability, the mean loss difference, and
-    the share of tokens with another number of streams."""
-    stop = PROMPT + steps
-    whole = model(ids[:, :stop], want=("log_probs",), trace=True)
-    prediction, cache = prefill(model, ids[:, :PROMPT])
-    largest, losses, other = 0.0, [], 0
-    for t in range(PROMPT, stop):
-        step, exact = prediction.logits.log_softmax(-1), whole.log_probs[:, t - 1]
-        largest = max(largest, float((step - exact).abs().max()))
-        losses.append(float((step - exact).gather(1, ids[:, t, None]).mean()))
-        prediction, cache = decode_step(model, cache, ids[:, t])
-        if whole.forks:
-            other += int((prediction.streams != whole.forks[-1].bubble_size[:, t]).sum())
-    return {
-        "largest_log_probability": largest,
-        "mean_loss": statistics.fmean(losses),
-        "share_of_tokens_with_other_streams": other / (steps * ids.shape[0]),
-    }
 
 
 @torch.no_grad()
 def on_cpu() -> dict[str, Any]:
-    models = {"bubbles, r = 2": build("150m", "cpu", torch.float32), "plain": build("150m-plain", "cpu", torch.float32)}
+    names = {"bubbles, r = 2": "150m", "plain": "150m-plain"}
+    models = {name: build(ModelConfig.named(size), "cpu") for name, size in names.items()}
     found: dict[str, Any] = {"prompt": PROMPT, "new": NEW, "models": {}}
     cached: dict[str, float] = {}
     for name, model in models.items():
@@ -114,62 +87,6 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / time
 
 
-@torch.no_grad()
-def step_times(step: GraphStep, ids: Tensor) -> list[float]:
-    """Milliseconds of every step from the end of the prompt up to the full context length."""
-    events = []
-    for t in range(PROMPT, PROMPT + NEW):
-        step.ids.copy_(ids[:, t])
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        step()
-        end.record()
-        events.append((begin, end))
-    torch.cuda.synchronize()
-    return [begin.elapsed_time(end) for begin, end in events]
-
-
-def graph_check(step: GraphStep, model: Thoughtbubbles, ids: Tensor) -> float:
-    """Relative error of the graph's logits against eager steps, where both have the same number of streams."""
-    _, cache = prefill(model, ids[:, :PROMPT])
-    errors = []
-    for t in range(PROMPT, PROMPT + 8):
-        step.ids.copy_(ids[:, t])
-        found, (expected, cache) = step(), decode_step(model, cache, ids[:, t])
-        same = found.streams == expected.streams
-        if bool(same.any()):
-            errors.append((found.logits - expected.logits)[same].norm() / expected.logits[same].norm())
-    assert len(errors) >= 6, "the graph forked differently in most steps"
-    return float(torch.stack(errors).median())
-
-
-def started(model: Thoughtbubbles, ids: Tensor) -> tuple[GraphStep, dict[str, Any]]:
-    """A graph with its cache, and the predicted and measured memory of the cache."""
-    rows, budget = ids.shape[0], Budget.of(model.config.budget)
-    gc.collect()
-    before = torch.cuda.memory_allocated()
-    options = {"rows": rows, "capacity": PROMPT + NEW, "budget": budget, "dtype": torch.bfloat16}
-    cache = new_cache(model.config, device="cuda", **options)  # type: ignore[arg-type]
-    found = torch.cuda.memory_allocated() - before
-    memory: dict[str, Any] = {
-        "predicted_bytes": cache_memory(model.config, **options).total,  # type: ignore[arg-type]
-        "counted_bytes": cache.memory().total,
-        "allocated_bytes": found,  # the allocator rounds each tensor up to 512 bytes
-    }
-    begin = time.perf_counter()
-    step = GraphStep(model, cache, most=model.config.max_bubble)
-    memory["seconds_to_compile_and_capture"] = time.perf_counter() - begin
-    return step, memory
-
-
-def refill(step: GraphStep, model: Thoughtbubbles, ids: Tensor) -> None:
-    _, filled = prefill(model, ids[:, :PROMPT], into=step.cache)
-    for span, new in zip(step.cache.spans, filled.spans, strict=True):
-        span.used.copy_(new.used)
-    step.cache.n_tokens.copy_(filled.n_tokens)
-    step.active.fill_(True)
-
-
 def whole_loop(model: Thoughtbubbles, ids: Tensor) -> tuple[float, float]:
     """Tokens per second of `stream`, greedy, after the first 16 tokens; mean streams per token."""
     prompts = ids[:, :PROMPT].tolist()
@@ -205,26 +122,11 @@ def profile(step: GraphStep, *, repeats: int = 5) -> list[dict[str, Any]]:
 def on_gpu(rows_tried: list[int]) -> dict[str, Any]:
     found: dict[str, Any] = {"prompt": PROMPT, "new": NEW, "copy_bytes_per_second": copy_bandwidth(), "rows": {}}
     names = {"plain": "1.9b-plain", "bubbles, r = 2": "1.9b"}
-    models = {name: build(size, "cuda", torch.bfloat16) for name, size in names.items()}
+    models = {name: build(ModelConfig.named(size), "cuda") for name, size in names.items()}
     for rows in rows_tried:
-        cases: dict[str, dict[str, Any]] = {name: {} for name in models}
-        steps = {}
-        for name, model in models.items():
-            ids = some_ids(model, rows)
-            steps[name], cases[name]["cache"] = started(model, ids)
-            refill(steps[name], model, ids)
-            error = graph_check(steps[name], model, ids)
-            assert error < 3e-2, f"{name}, {rows} rows: the graph's logits are off by {error}"
-            cases[name]["relative_error_against_plain_steps"] = error
-            if rows == 1:
-                cases[name]["difference_from_the_parallel_forward"] = difference(model, ids, steps=64)
+        steps, cases = graphs(models, rows)
         compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        times: dict[str, list[float]] = {name: [] for name in models}
-        for _ in range(3):  # interleaved
-            for name, model in models.items():
-                ids = some_ids(model, rows)
-                refill(steps[name], model, ids)
-                times[name] += step_times(steps[name], ids)
+        times = graph_times(models, steps, rows)
         for name, model in models.items():
             milliseconds = statistics.median(times[name])
             bytes_read = 2 * parameter_count(model.config)
@@ -250,14 +152,112 @@ def on_gpu(rows_tried: list[int]) -> dict[str, Any]:
     return found
 
 
+def protocol_configs(name: str) -> dict[str, ModelConfig]:
+    """The models of a protocol by row, without block selection, which has no exact cache."""
+    found = protocol(name)
+    settings: dict[str, Any] = {"protocol": name, "seed": 0, "data": "", "n_tokens": 1, "vocab_size": VOCABULARY}
+    configs = {row: found.config(row, **settings).model for row in found.rows}
+    return {row: config for row, config in configs.items() if config.selection == "causal"}
+
+
+def protocol_rows(name: str, device: str, *, rows_tried: list[int], new: int) -> dict[str, Any]:
+    """Rows with the same model, such as `plain` and `longer`, are measured once."""
+    configs = protocol_configs(name)
+    measured_as = {row: next(other for other, same in configs.items() if same == configs[row]) for row in configs}
+    models = {row: build(configs[row], device) for row in configs if measured_as[row] == row}
+    found: dict[str, dict[str, Any]] = {row: {} for row in models}
+    for rows in rows_tried:
+        cases = graph_cases(models, rows) if device == "cuda" else eager_cases(models, rows, new=new)
+        for row, case in cases.items():
+            config, dtype = configs[row], DTYPES[device]
+            budget = Budget.of(config.budget)
+            memory = cache_memory(config, rows=rows, capacity=config.block_size, budget=budget, dtype=dtype)
+            found[row][str(rows)] = {"milliseconds": case.pop("milliseconds"), "cache_bytes": memory.total, **case}
+    shown = {
+        row: found[row] if row == same else {"measured_as": same, **found[same]} for row, same in measured_as.items()
+    }
+    return {"dtype": str(DTYPES[device]).removeprefix("torch."), "prompt": PROMPT, "new": new, "rows": shown}
+
+
+def graph_cases(models: Mapping[str, Thoughtbubbles], rows: int) -> dict[str, dict[str, Any]]:
+    steps, cases = graphs(models, rows)
+    times = graph_times(models, steps, rows)
+    for name, case in cases.items():
+        cache = case.pop("cache")
+        assert cache["predicted_bytes"] == cache["counted_bytes"], f"{name}, {rows} rows: {cache}"
+        case |= {
+            "milliseconds": statistics.median(times[name]),
+            "streams_per_token": mean_streams(steps[name].cache, PROMPT + NEW),
+            "has_kernels": has_kernels(models[name]),
+        }
+    return cases
+
+
+@torch.no_grad()
+def eager_cases(models: Mapping[str, Thoughtbubbles], rows: int, *, new: int) -> dict[str, dict[str, Any]]:
+    """On the CPU; steps of all models are interleaved, and the first one only warms up."""
+    ids, caches, cases = {}, {}, {}
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for name, model in models.items():
+        ids[name] = some_ids(model, rows)
+        gap = difference(model, ids[name][:1], steps=4)
+        assert gap["largest_log_probability"] < 1e-4, f"{name}: {gap}"
+        cases[name] = {"difference_from_the_parallel_forward": gap}
+        _, caches[name] = prefill(model, ids[name][:, :PROMPT], capacity=PROMPT + new)
+    for t in range(PROMPT, PROMPT + new):
+        for name, model in models.items():
+            begin = time.perf_counter()
+            _, caches[name] = decode_step(model, caches[name], ids[name][:, t])
+            times[name].append(1000 * (time.perf_counter() - begin))
+    return {
+        name: {
+            "milliseconds": statistics.median(times[name][1:]),
+            "streams_per_token": mean_streams(caches[name], PROMPT + new),
+            **case,
+        }
+        for name, case in cases.items()
+    }
+
+
+def mean_streams(cache: Cache, n_tokens: int) -> float:
+    """Per token, after the last fork layer."""
+    return float(cache.streams(n_tokens).double().mean())
+
+
+def write_rows(device: str, numbers: dict[str, Any], *, to: Path) -> Path:
+    path = to if to.suffix == ".json" else to / FOR_REPORT.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    source = {"command": command(), "commit": commit() or "unknown", "torch": torch.__version__}
+    path.write_text(json.dumps({"device": device_name(device), **source, **numbers}, indent=2) + "\n")
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32], help="batch sizes on the GPU")
-    parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
-    arguments = parser.parse_args()
-    numbers = on_gpu(arguments.rows) if arguments.device == "cuda" else on_cpu()
-    path = write_results("decode", arguments.device, numbers, to=arguments.out)
+    parser.add_argument("--protocol", choices=["long"], help="measure the rows of this protocol")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32], help="batch sizes on a GPU or of a protocol")
+    parser.add_argument(
+        "--new", type=int, help="tokens decoded per row of a protocol on a CPU, from 2 on (default: 16)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder (default: benchmarks/results), or FILE.json of a protocol (docs/results/decode.json)",
+    )
+    given = parser.parse_args()
+    is_cpu = given.device == "cpu"
+    if given.new is not None and not (given.protocol and is_cpu and 2 <= given.new <= NEW):
+        parser.error(f"--new {given.new}: give 2 to {NEW}, and only with --protocol on a CPU")
+    if given.protocol and is_cpu and given.out is None:
+        parser.error("--protocol on a CPU needs --out: docs/results/decode.json has the times of a GPU")
+    if given.protocol:
+        new = given.new or 16 if is_cpu else NEW
+        numbers = protocol_rows(given.protocol, given.device, rows_tried=given.rows, new=new)
+        path = write_rows(given.device, numbers, to=given.out or FOR_REPORT)
+    else:
+        numbers = on_cpu() if is_cpu else on_gpu(given.rows)
+        path = write_results("decode", given.device, numbers, to=given.out)
     print(path.read_text())
 
 

@@ -70,7 +70,7 @@ def test_the_compiled_parts_are_the_same_and_compile_once():
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.slow  # the interpreter takes ten seconds for a few steps
-@pytest.mark.parametrize("case", ["short", "bubbles", "long", "plain", "gates of heads", "no gates"])
+@pytest.mark.parametrize("case", ["short", "bubbles", "long", "plain", "narrow", "gates of heads", "no gates"])
 def test_kernels_give_what_the_blocks_give(case):
     """On the CPU, through Triton's interpreter, in a separate process, since that is chosen at import."""
     found = probe("kernels/decode_probe.py", case, TRITON_INTERPRET="1")

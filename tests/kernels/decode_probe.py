@@ -51,6 +51,7 @@ if __name__ == "__main__":
         "long": {"lengths": (36, 40, 33), "steps": 1, "n_layer": 1, "fork_layers": (0,)},
         "plain": {"fork_layers": (), "merge": "original"},
         "gates of heads": {"n_layer": 1, "fork_layers": (0,), "steps": 1, "head_gate": True},
+        "narrow": {"n_layer": 1, "fork_layers": (0,), "steps": 1, "width": 192, "n_head": 3},
         "no gates": {"gate_qk": False, "gate_v": False, "gate_residual": False},
     }
     json.dump(differences(**cases[sys.argv[1]]), sys.stdout)

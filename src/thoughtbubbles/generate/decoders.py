@@ -101,8 +101,7 @@ class Graphed:
         self.cache = new_cache(
             model.config, rows=rows, capacity=capacity, budget=largest, dtype=weight.dtype, device=weight.device
         )
-        most = largest.largest_floor(capacity)
-        self._step = GraphStep(model, self.cache, most=1 if largest == Budget.of(1) else most)
+        self._step = GraphStep(model, self.cache, most=most_streams(largest, capacity))
 
     def start(self, prompts: Sequence[Sequence[int]], budgets: Sequence[Number]) -> Prediction:
         n, rows = len(prompts), self.cache.rows
@@ -130,6 +129,11 @@ class Graphed:
         self._rows = self._rows[rows]
         self._step.active.zero_()
         self._step.active[self._rows] = True
+
+
+def most_streams(budget: Budget, capacity: int) -> int:
+    """The most streams of a bubble within `capacity` tokens: with a budget of 1 no fork ever survives."""
+    return 1 if budget == Budget.of(1) else budget.largest_floor(capacity)
 
 
 def check_fits(need: int, *, free: int, rows: int, capacity: int) -> None:

@@ -19,7 +19,7 @@ HAS_TRITON = find_spec("triton") is not None
 HALF = (torch.bfloat16, torch.float16)
 ATTENTION_HEAD_SIZES = (16, 32, 64, 128)
 DECODING_HEAD_SIZES = (32, 64, 128)
-DECODING_CHANNELS = 256  # the width must be a multiple of this
+DECODING_CHANNELS = 64  # the width must be a multiple of this
 MOST_STREAMS_PER_BUBBLE = 1024  # a program of the loss holds a few numbers per stream in registers
 _enabled = True
 
@@ -47,7 +47,7 @@ def for_adamw(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def for_decoding(device: torch.device | str, dtype: torch.dtype, *, width: int, head_size: int) -> bool:
-    """On NVIDIA GPUs, in half precision, for widths that are multiples of the kernels' tiles (all the paper's are)."""
+    """On NVIDIA GPUs, in half precision, for widths that are multiples of the smallest tile (all of the paper's are)."""
     has_shape = width % DECODING_CHANNELS == 0 and head_size in DECODING_HEAD_SIZES
     return available(device) and torch.version.cuda is not None and dtype in HALF and has_shape
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FEW_ROWS = 32  # up to here an extra row costs almost nothing; beyond, the library's matrix products are as fast
-ROWS_OF_W, CHANNELS = 32, 256  # the tile of weights that a program holds at a time
+ROWS_OF_W, CHANNELS = 32, 256  # the tile of weights that a program holds at a time; narrower if the width requires it
 SLOTS = 64  # cached streams that a program of `attend` reads at a time
 PROGRAMS = 272  # of `attend`, two per multiprocessor; but at least 4 per head, so that its slots are read faster
 NOTHING = tl.constexpr(-1.0e30)  # a masked logit: its weight is exactly 0
@@ -217,6 +217,11 @@ def _launching(device: torch.device) -> dict[str, bool]:
     return {"AHEAD": ahead, "launch_pdl": ahead}
 
 
+def _channels(k: int) -> int:
+    """Of a tile, such that whole tiles cover k channels: the largest power of two that divides k, up to CHANNELS."""
+    return math.gcd(k, CHANNELS)
+
+
 def linear(
     x: Float[Tensor, "M K"], weight: Float[Tensor, "N K"], bias: Float[Tensor, "N"], *, gelu: bool = False
 ) -> Float[Tensor, "M N"]:
@@ -232,7 +237,7 @@ def partial_linear(x: Float[Tensor, "M K"], weight: Float[Tensor, "N K"]) -> Flo
     """Products over parts of the channels, in float32, without the bias: `add_norm` sums them."""
     if x.shape[0] > FEW_ROWS:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)[None]
-    tiles = x.shape[1] // CHANNELS
+    tiles = x.shape[1] // _channels(x.shape[1])
     parts = max(n for n in range(1, 6) if tiles % n == 0)
     y = torch.empty(parts, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
     _launch_linear(x, weight, x, y, parts=parts, partial=True, gelu=False)
@@ -244,7 +249,7 @@ def _launch_linear(x: Tensor, w: Tensor, b: Tensor, y: Tensor, *, parts: int, pa
     _linear[n // ROWS_OF_W, parts](
         x, w, b, y, m, n, k,
         PART=k // parts, PARTIAL=partial, GELU=gelu,
-        BM=max(8, triton.next_power_of_2(m)), BN=ROWS_OF_W, BK=CHANNELS,
+        BM=max(8, triton.next_power_of_2(m)), BN=ROWS_OF_W, BK=_channels(k),
         num_warps=2, num_stages=6 if m <= 8 else 4, **_launching(x.device),
     )  # fmt: skip
 
