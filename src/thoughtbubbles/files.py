@@ -156,12 +156,12 @@ def flush(path: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path, *, doing: str) -> Iterator[None]:
+def locked(folder: Path, *, doing: str, wait: bool = False) -> Iterator[None]:
     """The system releases the lock when the process ends, however it ends."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise ValueError(f"out = {folder}: another process is {doing} this folder; wait for it") from None
         yield

@@ -4,12 +4,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+from thoughtbubbles.recipes.reproduce.protocols import protocol as find
+
 CURVE_STEPS = (100, 200, 300, 400)
-PER_STEP = 8
+PER_STEP = 64 * 512
 
 
 def made_up(protocol: str, row: str, seed: int, nats: float, **changes: Any) -> dict[str, Any]:
-    """A record whose fields follow from its loss; windows of 4, 4 and 2 tokens, all with the mean loss."""
+    """A record whose fields follow from its loss; windows of 512, 512 and 256 tokens, all with the mean loss."""
+    settings = {"model": {"block_size": 512}, "optim": {"lr": 3e-3, "weight_decay": 0.1}}
+    if row in (planned := find(protocol)).rows:
+        run = planned.config(row, protocol=protocol, seed=seed, data="corpus", n_tokens=800, vocab_size=128)
+        settings = {name: run.as_dict()[name] for name in settings}
     gap = {"mean": 0.0, "standard_error": 0.0, "largest": 2e-6, "same_greedy": 1.0}
     record: dict[str, Any] = {
         "version": 1,
@@ -33,19 +39,15 @@ def made_up(protocol: str, row: str, seed: int, nats: float, **changes: Any) -> 
         "versions": {"thoughtbubbles": "0.1.0", "torch": "2.11.0", "python": "3.12.0"},
         "time": "2026-01-02T03:04:05.000000+00:00",
         "text": {"tokens": 800, "tokenizer": "bubbles-7m", "checksum": "12345678"},
-        "config": {
-            "model": {"block_size": 4},
-            "tokens_per_step": PER_STEP,
-            "optim": {"lr": 3e-3, "weight_decay": 0.1},
-        },
+        "config": {**settings, "tokens_per_step": PER_STEP},
         "curve": [[step, round(nats + 40 / step, 5)] for step in CURVE_STEPS],
         "training_loss": [round(nats + 1 / (i + 1), 5) for i in range(8)],
         "validation": {
             "nats": nats,
             "standard_error": 0.02,
             "bits_per_byte": nats / 3,
-            "tokens": 10,
-            "bytes": 40,
+            "tokens": 1280,
+            "bytes": 5120,
             "windows": [nats] * 3,
         },
         "by_source": {"wiki": {"nats": nats - 0.5, "bits_per_byte": nats / 4, "tokens": 10, "bytes": 40}},

@@ -2,10 +2,11 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_up import made_up, rows, write
+from made_up import PER_STEP, made_up, rows, write
 
 from thoughtbubbles.recipes.reproduce.answers import answers
 from thoughtbubbles.recipes.reproduce.compare_rows import Difference, curve_differences, difference
@@ -72,8 +73,8 @@ def test_only_common_seeds_count(tmp_path):
 
 
 def test_the_error_of_one_seed_is_over_windows(tmp_path):
-    """Windows of 4, 4 and 2 tokens, differences −0.1, 0 and −0.2: mean −0.08; Σ (4·0.02)² + (4·0.08)² + (2·0.12)²
-    = 0.1664, times 3/2, its root 0.4996, over 10 tokens."""
+    """Windows of 4, 4 and 2 parts of 128 tokens, differences −0.1, 0 and −0.2: mean −0.08; Σ (4·0.02)² + (4·0.08)²
+    + (2·0.12)² = 0.1664, times 3/2, its root 0.4996, over 10 parts."""
     one, two = made_up("long", "plain", 0, 3.0), made_up("long", "r2", 0, 2.92)
     one["validation"]["windows"] = [3.0, 3.0, 3.0]
     two["validation"]["windows"] = [2.9, 3.0, 2.8]
@@ -85,9 +86,9 @@ def test_the_error_of_one_seed_is_over_windows(tmp_path):
 
 def test_windows_that_do_not_make_the_tokens_are_damage(tmp_path):
     bad = made_up("long", "r2", 0, 2.9)
-    bad["validation"]["tokens"] = 20
+    bad["validation"]["tokens"] = 2000
     results = read_protocol(write(tmp_path, made_up("long", "plain", 0, 3.0), bad), "long")
-    with pytest.raises(ValueError, match=r"long/r2-seed0: 3 windows of 4 tokens do not make 20"):
+    with pytest.raises(ValueError, match=r"long/r2-seed0: 3 windows of 512 tokens do not make 2000"):
         difference(results, "r2", "plain")
 
 
@@ -99,7 +100,7 @@ def test_a_row_of_the_table(tmp_path):
         "causal selection, 2 streams per token",
         "3 of 3",
         "12,000,000",
-        "0.0M",
+        "13.1M",
         "300",
         "2.9833 (0.0300)",
         "0.9944",
@@ -134,6 +135,32 @@ def test_a_record_under_another_name_is_rejected(tmp_path):
     (tmp_path / "long" / "plain-seed1.json").write_text("{}")
     with pytest.raises(ValueError, match="has no version"):
         read_protocol(tmp_path, "long")
+    damaged = made_up("long", "plain", 1, 3.0)
+    del damaged["validation"]["nats"]
+    write(tmp_path, damaged)
+    with pytest.raises(ValueError, match=r"plain-seed1\.json: has no validation\.nats"):
+        read_protocol(tmp_path, "long")
+
+
+def test_records_of_other_settings_are_rejected(tmp_path):
+    """As after a change of the protocol."""
+    record = made_up("long", "r2", 0, 3.0)
+    record["config"]["optim"]["lr"] = 9.0
+    record["config"]["model"]["width"] = 128
+    with pytest.raises(ValueError, match=r"r2-seed0.*\(model\.width was 128, is 256; optim\.lr was 9\.0, is 0\.003\)"):
+        read_protocol(write(tmp_path, record), "long")
+    del record["config"]["model"]["head_gate"]  # a field that came later has its default
+    record["config"]["optim"]["lr"], record["config"]["model"]["width"] = 3e-3, 256
+    assert list(read_protocol(write(tmp_path, record), "long").rows) == ["r2"]
+
+
+def test_confidence_follows_the_number_of_seeds():
+    """Student's t: 12.7, 4.3 and 3.2 standard errors with two, three and four seeds; 1.96 over windows."""
+    for seeds, needed in (((0, 1), 12.71), ((0, 1, 2), 4.30), ((0, 1, 2, 3), 3.18)):
+        near = Difference(mean=needed - 0.01, error=1.0, seeds=seeds, over="seeds")
+        assert not near.is_measurable
+        assert replace(near, mean=-needed - 0.01).is_measurable
+    assert Difference(mean=2.0, error=1.0, seeds=(0,), over="windows").is_measurable
 
 
 def test_times_of_different_gpus_are_shown_but_not_compared(tmp_path):
@@ -151,18 +178,18 @@ def test_times_of_different_gpus_are_shown_but_not_compared(tmp_path):
 @pytest.mark.parametrize(
     ("mean", "error", "said"),
     [
-        (-0.02, 0.004, "`r2` ends 0.0200 ± 0.0040 nats per token below `r1` (2 seeds)"),
-        (0.02, 0.004, "`r2` ends 0.0200 ± 0.0040 nats per token above `r1` (2 seeds)"),
+        (-0.02, 0.004, "`r2` ends 0.0200 ± 0.0040 nats per token below `r1` (3 seeds)"),
+        (0.02, 0.004, "`r2` ends 0.0200 ± 0.0040 nats per token above `r1` (3 seeds)"),
         (
             -0.02,
-            0.0101,
+            0.0047,
             "between `r2` and `r1` there is no difference that we can measure "
-            "(−0.0200 ± 0.0101 nats per token, 2 seeds)",
+            "(−0.0200 ± 0.0047 nats per token, 3 seeds)",
         ),
     ],
 )
 def test_a_sentence_follows_sign_and_error(mean, error, said):
-    assert sentence(Difference(mean=mean, error=error, seeds=(0, 1), over="seeds"), "r2", "r1") == said
+    assert sentence(Difference(mean=mean, error=error, seeds=(0, 1, 2), over="seeds"), "r2", "r1") == said
 
 
 def test_answers_without_records_name_what_they_need(tmp_path):
@@ -190,7 +217,8 @@ def test_answers_from_three_seeds(tmp_path):
     assert "`wider` takes 1.00 × the training FLOPs of `r2`: `r2` ends 0.0200 ± 0.0000" in flops
     parts = paragraph(text, "Is it the forks")
     assert "`r1` ends 0.0150 ± 0.0000 nats per token below `plain` (3 seeds). That is 56% of the gain of `r2`." in parts
-    assert "Forks in addition to it: `r2` ends 0.0117 ± 0.0033 nats per token below `r1`" in parts
+    assert "Forks in addition to it: between `r2` and `r1` there is no difference that we can measure" in parts
+    assert "(−0.0117 ± 0.0033 nats per token, 3 seeds)" in parts  # 3.5 errors, but 4.3 are needed with three seeds
     assert "a sigmoid per head: Not measured yet: needs row `head-gate` of `long`." in parts
 
 
@@ -225,7 +253,7 @@ def test_growth_is_judged_seed_by_seed(tmp_path):
     assert "0.0000 ± 0.0000 at 25%, −0.0100 ± 0.0000 at 50%, −0.0200 ± 0.0000 at 75%, −0.0310 ± 0.0010 at 100%" in text
     assert "the difference moves in favour of `r2` (−0.0210 ± 0.0010 nats per token)" in text
     points = curve_differences(evidence.results["long"], "r2", "plain")
-    assert [tokens for tokens, _ in points] == [800, 1600, 2400, 3200]
+    assert [tokens for tokens, _ in points] == [step * PER_STEP for step in (100, 200, 300, 400)]
 
 
 def test_decoding_times_and_cache(tmp_path):
@@ -238,7 +266,9 @@ def test_decoding_times_and_cache(tmp_path):
     (tmp_path / "decode.json").write_text(json.dumps({"device": "NVIDIA H200", "rows": decode}))
     evidence = read_evidence(tmp_path)
     text = paragraph(answers(evidence), "Does it help at equal decoding")
-    assert text.startswith("**No.** Decoding 1 row, per token: `r2` 1.200 ms, `plain` 1.000 ms, `wider` 1.100 ms.")
+    assert text.startswith(
+        "1 row: **No.** 32 rows: **No.** Decoding 1 row, per token: `r2` 1.200 ms, `plain` 1.000 ms, `wider` 1.100 ms."
+    )
     found = {figure.name: figure for figure in figures(evidence)["pays"]}
     assert found["long-cache"].series["r2"].x == [200]
     assert found["long-decode-32"].series["wider"].x == [1.1]
@@ -247,7 +277,7 @@ def test_decoding_times_and_cache(tmp_path):
 def test_sweep_sources_forks_and_benchmarks(tmp_path):
     for row, nats, lr in (("plain-lr0.0015-wd0.1", 3.4, 1.5e-3), ("plain-lr0.003-wd0.1", 3.3, 3e-3)):
         record = made_up("long-sweep", row, 0, nats, autoregressive=None)
-        record["config"]["optim"]["lr"] = lr
+        assert record["config"]["optim"]["lr"] == lr
         write(tmp_path, record)
     layers = [{"layer": 3, "streams": 2.0, "dropped": 0.0, "alive": 0.5, "scores": [0.1, 0.2, 0.3]}]
     score = {"accuracy": 0.25, "standard_error": 0.01, "documents": 100, "chance": 0.5}
@@ -270,12 +300,13 @@ def test_sweep_sources_forks_and_benchmarks(tmp_path):
 
 
 def test_an_ensemble_has_a_loss_but_no_curve(tmp_path):
+    """It is compared with the mean of its members, 3.02."""
     ensemble = made_up("scarce", "ensemble", 0, 2.9)
     for field in ("autoregressive", "copying", "forks"):
         del ensemble[field]
-    evidence = read_evidence(write(tmp_path, ensemble, *rows("scarce", {"plain": [3.0], "r2": [2.95]})))
+    evidence = read_evidence(write(tmp_path, ensemble, *rows("scarce", {"plain": [3.0, 3.04], "r2": [2.95]})))
     assert line_of(protocol_table(evidence.results["scarce"]), "ensemble")[8:] == [
-        "−0.1000 ± 0.0000 (over windows, one seed)",
+        "−0.1200 ± 0.0000 (over windows, one seed)",
         "–",
         "–",
     ]
@@ -293,7 +324,7 @@ def test_the_report_is_written_and_stays(tmp_path, capsys):
     written = write_report(out)
     numbers = json.loads((out / "figures" / "long-difference.json").read_text())
     assert numbers["series"]["r2"]["y"] == pytest.approx([-0.08 / 3] * 4, rel=1e-5)
-    assert numbers["series"]["r2"]["x"] == [0.0008, 0.0016, 0.0024, 0.0032]
+    assert numbers["series"]["r2"]["x"] == [3.2768, 6.5536, 9.8304, 13.1072]
     assert (out / "figures" / "long-difference.png").read_bytes()[:4] == b"\x89PNG"
     points = json.loads((out / "figures" / "long-flops.json").read_text())["series"]
     assert points["r2"]["y"] == [pytest.approx(3.01 - 0.08 / 3, rel=1e-5)]

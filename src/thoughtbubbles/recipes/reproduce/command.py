@@ -1,6 +1,7 @@
 """The `reproduce` command: runs the rows of a protocol that have no record yet, lists them, or renders the report."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,10 +13,22 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from thoughtbubbles.evals.documents import VARIABLE
-from thoughtbubbles.files import check_folder, read_object
-from thoughtbubbles.recipes.reproduce.protocols import Protocol, pairs, protocol
-from thoughtbubbles.recipes.reproduce.row import Place, Stopped, compare, make_record, run_row
+from thoughtbubbles.data.shards import read_index
+from thoughtbubbles.evals.documents import VARIABLE, data_folder, find_files
+from thoughtbubbles.evals.settings import ZERO_SHOT
+from thoughtbubbles.evals.tasks import TASKS
+from thoughtbubbles.files import check_folder
+from thoughtbubbles.recipes.reproduce.protocols import PROTOCOLS, Protocol, pairs, protocol
+from thoughtbubbles.recipes.reproduce.records import nats, read_protocol, read_record
+from thoughtbubbles.recipes.reproduce.row import (
+    Place,
+    Stopped,
+    check_text,
+    compare,
+    make_record,
+    run_row,
+    text_of,
+)
 
 
 def reproduce(
@@ -30,7 +43,7 @@ def reproduce(
     val: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=DIR […]")] = (),
     data_dir: Path | None = None,
     runs: Path = Path("runs/reproduce"),
-    out: Path = Path("docs/results"),
+    out: Path = Path("runs/results"),
     list: bool = False,
     report: bool = False,
     again: bool = False,
@@ -40,25 +53,27 @@ def reproduce(
     long: a small model, four epochs: plain, r = 1 (scores without forks), r = 2, a gate per head, and more. long-sweep:
     the learning rates and weight decays behind it. short: a larger model that sees each token once. scarce: 20M tokens
     of text, many epochs. laptop: the first three rows of long, in minutes on a CPU. all: with --list and --report.
+    --list shows the rows of a protocol, with the losses of those in --out; --out docs/results has our own.
 
     for example: thoughtbubbles reproduce long --data data/corpus --only plain r2 --seed 0
 
     After an interruption, the same command resumes. On a GPU a row of long takes minutes; each runs in its own process.
 
     Args:
-        name: The protocol.
+        name: The protocol: long, long-sweep, short, scarce or laptop; or all.
         data: The corpus: a folder written by `thoughtbubbles prepare`, with a val split. Our own rows used the
             tokenizer bubbles-7m for long and scarce, gpt2 for short.
-        only: Rows to run. Default: all that have no record yet.
-        seed: Seeds to run. Default: those of the protocol.
+        only: Rows to run, as --list shows them. Default: all that have no record yet.
+        seed: Seeds to run, for every row. Default: those that the protocol plans for a row.
         val: More validation text, by name, such as wiki=data/val-wiki: each is measured separately.
-        data_dir: Folder with the benchmarks, for the rows that answer them. Default: the environment variable
+        data_dir: Folder with the benchmarks, for the rows that are evaluated on them. Default: the environment variable
             THOUGHTBUBBLES_DATA; without it they are left out.
         runs: Folder for the training runs, with their checkpoints.
         out: Folder for the records, ROW-seedN.json in a folder per protocol, and for the report.
         list: Only show the rows and which of them have records.
         report: Only render the tables and plots of --out from all records there are.
-        again: Run rows that have a record once more, and compare the validation loss with it, bit by bit.
+        again: Run rows that have a record once more, and compare the validation loss with it, bit by bit; exit code 1
+            if it differs.
     """
     if list or report:
         if report:
@@ -79,24 +94,52 @@ def reproduce(
     place = Place(
         protocol=name,
         data=data,
-        sources=dict(named_folder(each) for each in val),
+        sources=named_folders(val),
         data_dir=given,
         runs=check_folder(runs, option="--runs"),
         out=check_folder(out, option="--out"),
     )
+    check_before_training(found, chosen, place)
     run_rows(found, chosen, place, again=again)
 
 
-def named_folder(text: str) -> tuple[str, Path]:
-    name, equals, folder = text.partition("=")
-    if not (name and equals and folder):
-        raise ValueError(f"--val {text}: give NAME=DIR, such as wiki=data/val-wiki")
-    return name, Path(folder)
+def named_folders(given: Sequence[str]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise ValueError(f"--val {text}: give NAME=DIR, such as wiki=data/val-wiki")
+        if name in found:
+            raise ValueError(f"--val {text}: {name} is given twice; give each text its own name")
+        found[name] = Path(folder)
+    return found
+
+
+def check_before_training(found: Protocol, chosen: Sequence[tuple[str, int]], place: Place) -> None:
+    """What would otherwise be noticed after an hour: the texts and benchmarks are opened, and fit each other."""
+    corpus = text_of(found, place)
+    check_text(place, corpus)
+    for name, folder in place.sources.items():
+        index = read_index(folder)
+        if index.tokenizer != corpus.tokenizer:
+            raise ValueError(
+                f"--val {name}={folder}: made with tokenizer {index.tokenizer!r}, --data with {corpus.tokenizer!r}; "
+                "prepare both with the same one"
+            )
+    evaluated = sorted({row for row, _ in chosen if found.rows[row].zero_shot})
+    if evaluated and place.data_dir is not None:
+        for task in ZERO_SHOT:
+            find_files(TASKS[task], data_folder(place.data_dir))
+    elif evaluated:
+        print(f"no --data-dir: {', '.join(evaluated)} will not be evaluated on the benchmarks", file=sys.stderr)
 
 
 def choose(found: Protocol, name: str, only: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
     for row in only:
         found.row(row, protocol=name)
+    for number in seeds:
+        if number < 0:
+            raise ValueError(f"--seed {number}: give 0 or more")
     if seeds:  # any seed can be run, also one that the protocol does not plan
         return [(row, seed) for seed in dict.fromkeys(seeds) for row in (dict.fromkeys(only) or found.rows)]
     return [(row, seed) for row, seed in pairs(found) if not only or row in only]
@@ -121,7 +164,7 @@ def run_rows(found: Protocol, chosen: Sequence[tuple[str, int]], place: Place, *
             else:
                 print(f"written: {run_row(found, row, seed, place)}")
         except Stopped as stopped:
-            print(stopped, file=sys.stderr)
+            print(f"{stopped}; the same command {'starts again' if again else 'resumes it'}", file=sys.stderr)
             sys.exit(stopped.exit_code)
 
 
@@ -131,37 +174,45 @@ def run_alone(row: str, seed: int, place: Place, *, again: bool) -> bool:
     words += ["--val", *(f"{name}={folder}" for name, folder in place.sources.items())] if place.sources else []
     words += ["--data-dir", str(place.data_dir)] if place.data_dir else []
     command = [sys.executable, "-m", "thoughtbubbles", "reproduce", place.protocol, *words, *["--again"] * again]
-    done = subprocess.run(command).returncode
+    done = wait_for(subprocess.Popen(command))
     if done > 128 or done < 0:  # stopped by a signal: so are we
         sys.exit(done if done > 0 else 128 - done)
     return done == 0
 
 
+def wait_for(process: "subprocess.Popen[bytes]") -> int:
+    """The exit code. A signal to us is passed on, and then we wait for the checkpoint, however long it takes."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in numbers}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def repeat(found: Protocol, row: str, seed: int, place: Place) -> None:
     """Trains in a temporary folder; the record stays as it is."""
-    before = read_object(place.record(row, seed))
+    before = read_record(place.record(row, seed))
     place.runs.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=place.runs, prefix="again-") as folder:
         fresh = Place(**{**vars(place), "runs": Path(folder), "data_dir": None})
-        print(compare(before, make_record(found, row, seed, fresh)))
+        is_same, line = compare(before, make_record(found, row, seed, fresh))
+    print(line)
+    if not is_same:
+        sys.exit(1)
 
 
 def show(name: str, out: Path) -> None:
-    from thoughtbubbles.recipes.reproduce.protocols import PROTOCOLS
-
     console = Console()
     for each in PROTOCOLS if name == "all" else [name]:
-        found = protocol(each)
+        found, results = protocol(each), read_protocol(out, each)
         table = Table(title=f"{each}: {found.what}", title_justify="left")
         for heading in ("row", "", "seeds", "records", "validation loss"):
             table.add_column(heading)
-        for row, settings in found.rows.items():
-            done = {
-                int(path.stem.rpartition("-seed")[2]): read_object(path)
-                for path in sorted((out / each).glob(f"{row}-seed*.json"))
-                if path.stem.rpartition("-seed")[0] == row
-            }
-            losses = ", ".join(f"{done[seed]['validation']['nats']:.4f}" for seed in sorted(done))
-            seeds, having = (", ".join(map(str, sorted(numbers))) or "–" for numbers in (settings.seeds, done))
-            table.add_row(row, settings.what, seeds, having, losses)
+        for row in dict.fromkeys([*found.rows, *results.rows]):
+            done = results.rows.get(row, {})
+            losses = ", ".join(f"{nats(record):.4f}" for record in done.values())
+            seeds, having = (", ".join(map(str, numbers)) or "–" for numbers in (results.planned(row), done))
+            table.add_row(row, results.what(row), seeds, having, losses)
         console.print(table)

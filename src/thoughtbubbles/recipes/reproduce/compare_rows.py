@@ -2,7 +2,8 @@
 
 Within a seed all rows read the same text in the same order and start from the same weights where these match, so the
 difference of two rows varies less than either. With two or more common seeds its standard error is that of the mean
-over seeds. With one it is taken over the windows of the validation text: that error has no share of the variation
+over seeds, and a difference counts as measured if its interval of 95 % confidence (Student's t) leaves out 0. With one
+seed it is taken over the windows of the validation text: that error has no share of the variation
 between seeds, so it is too small, and is always marked.
 """
 
@@ -12,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from thoughtbubbles.recipes.reproduce.protocols import PLAIN
 from thoughtbubbles.recipes.reproduce.records import Record, Results, nats
+
+T_QUANTILES = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}  # 97.5 %, by degrees of freedom
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +31,13 @@ class Difference:
 
     @property
     def is_measurable(self) -> bool:
-        """At least two standard errors from 0."""
-        return self.error is not None and abs(self.mean) >= 2 * self.error
+        """Whether its interval of 95 % confidence leaves out 0."""
+        return self.error is not None and abs(self.mean) >= self.quantile * self.error
+
+    @property
+    def quantile(self) -> float:
+        """Half the width of that interval, in standard errors: of Student's t with a degree less than seeds."""
+        return T_QUANTILES.get(len(self.seeds) - 1, 2.57) if self.over == "seeds" else 1.96
 
     @property
     def seeds_in_words(self) -> str:
@@ -60,10 +69,17 @@ def difference(results: Results, row: str, other: str) -> Difference | None:
     if not seeds:
         return None
     pairs = [(results.rows[row][seed], results.rows[other][seed]) for seed in seeds]
-    each = [nats(one) - nats(two) for one, two in pairs]
+    each = [level(results, row, other, seed) - level(results, other, row, seed) for seed in seeds]
     if len(each) > 1:
         return of_seeds(each, seeds)
     return Difference(mean=each[0], error=error_over_windows(*pairs[0]), seeds=seeds, over="windows")
+
+
+def level(results: Results, row: str, other: str, seed: int) -> float:
+    """The loss of a row; of `plain` against an ensemble, the mean of all members, so that no lucky member counts."""
+    planned = results.protocol.rows.get(other)
+    members = range(seed, seed + (planned.ensemble if planned and row == PLAIN else 1))
+    return statistics.fmean(nats(results.rows[row][each]) for each in members if each in results.rows[row])
 
 
 def common_seeds(results: Results, row: str, other: str) -> tuple[int, ...]:

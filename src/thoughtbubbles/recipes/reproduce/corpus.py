@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from thoughtbubbles.data.shards import Dataset, Index, ShardWriter, open_dataset, read_index, write_index
-from thoughtbubbles.files import named, partial_folder, publish
+from thoughtbubbles.files import locked, named, partial_folder, publish
 
 
 class Corpus(NamedTuple):
@@ -37,8 +37,12 @@ def _checksum(parts: list[Dataset]) -> str:
 
 def part_of(folder: Path, out: Path, *, n_tokens: int) -> Path:
     """A prepared folder with every k-th document, up to `n_tokens` tokens of training text, and all validation text."""
-    if (out / "index.json").is_file():
-        return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with locked(out.parent, doing="preparing text in", wait=True):  # rows may be started at the same time
+        return out if (out / "index.json").is_file() else _write_part(folder, out, n_tokens)
+
+
+def _write_part(folder: Path, out: Path, n_tokens: int) -> Path:
     index, train = read_index(folder), open_dataset(folder, split="train", verify=False)
     if train.n_tokens < n_tokens:
         raise ValueError(

@@ -114,7 +114,9 @@ def training_figure(results: Results) -> Figure:
         means = [statistics.fmean(losses[i : i + joined]) for i in range(0, len(losses) - joined + 1, joined)]
         x = [rounded((i + 1) * per_point / 1e6) for i in range(len(means))]
         series[row] = Series(x=x, y=[rounded(mean) for mean in means])
-        ends.append(f"`{row}` {losses[-1]:.3f}")
+        steps = record["steps"] - GROUP * (len(losses) - 1)
+        whole = losses if steps == GROUP or len(losses) < 2 else losses[:-1]  # the last group may have fewer steps
+        ends.append(f"`{row}` {whole[-1]:.3f}")
     return Figure(
         name=f"{results.name}-training",
         kind="lines",
@@ -123,7 +125,7 @@ def training_figure(results: Results) -> Figure:
         y="training loss (nats per token)",
         series=series,
         sentence=(
-            f"Mean training loss of the last {GROUP} steps, first seed of each row: {', '.join(ends)}."
+            f"Mean training loss of the last full {GROUP} steps, first seed of each row: {', '.join(ends)}."
             if ends
             else NO_ROWS
         ),

@@ -15,7 +15,12 @@ from thoughtbubbles.recipes.reproduce.protocols import PLAIN, PROTOCOLS, Protoco
 
 Record = dict[str, Any]
 Value = Callable[[Record], float]
-REQUIRED = ("version", "row", "seed", "text", "device", "validation", "config")
+REQUIRED = (  # what every table uses; a dot goes into a nested field
+    *("version", "protocol", "row", "seed", "what", "device", "parameters", "tokens", "flops", "gpu_seconds", "curve"),
+    *("wall_seconds", "commit", "command", "time", "versions.torch", "text.checksum", "text.tokens", "training_loss"),
+    *("config.model.block_size", "config.optim.lr", "config.optim.weight_decay", "config.tokens_per_step"),
+    *("validation.nats", "validation.bits_per_byte", "validation.tokens", "validation.windows"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +108,13 @@ def read_results(folder: Path) -> dict[str, Results]:
 
 def read_protocol(folder: Path, name: str) -> Results:
     found = protocol(name)
-    records: dict[Path, Record] = {path: _read(path) for path in sorted((folder / name).glob("*-seed*.json"))}
+    records: dict[Path, Record] = {path: read_record(path) for path in sorted((folder / name).glob("*-seed*.json"))}
     _check_same(records, "version", lambda record: record["version"])
     _check_same(records, "text (its checksum)", lambda record: record["text"]["checksum"])
     _check_same(records, "kind of device", lambda record: "CPU" if is_cpu(record["device"]) else "GPU")
+    for path, record in records.items():
+        if record["row"] in found.rows and (changed := other_settings(found, record)):
+            raise ValueError(f"{path}: was run with other settings than {name} has now ({changed}); run it again")
     rows: dict[str, dict[int, Record]] = {}
     order = [*found.rows, *sorted({record["row"] for record in records.values()} - set(found.rows))]
     for row in order:
@@ -120,14 +128,40 @@ def is_cpu(device: str) -> bool:
     return " CPU, " in device
 
 
-def _read(path: Path) -> Record:
+def read_record(path: Path) -> Record:
     record = read_object(path)
-    absent = [field for field in REQUIRED if field not in record]
+    absent = [field for field in REQUIRED if not _has(record, field.split("."))]
     if absent:
-        raise ValueError(f"{path}: has no {', '.join(absent)}: it is not a record of `thoughtbubbles reproduce`")
+        raise ValueError(f"{path}: has no {absent[0]}: it is not a record of `thoughtbubbles reproduce`, or damaged")
     if path.stem != f"{record['row']}-seed{record['seed']}" or path.parent.name != record["protocol"]:
         raise ValueError(f"{path}: is a record of {record['protocol']}/{record['row']}-seed{record['seed']}; rename it")
     return record
+
+
+def _has(record: Any, names: Sequence[str]) -> bool:
+    if not names:
+        return True
+    return isinstance(record, dict) and names[0] in record and _has(record[names[0]], names[1:])
+
+
+def other_settings(found: Protocol, record: Record) -> str:
+    """In words, the settings that the protocol has changed since; a field that a record does not have is new."""
+    kept = record["config"]
+    expected = found.config(
+        record["row"],
+        protocol=record["protocol"],
+        seed=record["seed"],
+        data="corpus",
+        n_tokens=record["text"]["tokens"],
+        vocab_size=kept["model"].get("vocab_size", 128),
+    ).as_dict()
+    pairs = [
+        (f"{group}.{name}", value, expected[group].get(name))
+        for group in ("model", "optim")
+        for name, value in kept[group].items()
+    ]
+    pairs += [(name, kept[name], expected[name]) for name in ("tokens", "tokens_per_step") if name in kept]
+    return "; ".join(f"{name} was {old}, is {new}" for name, old, new in pairs if old != new)
 
 
 def _check_same(records: Mapping[Path, Record], what: str, value: Callable[[Record], Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from thoughtbubbles.checkpoint import checkpoints, find_model
 from thoughtbubbles.distributed import World, joined
-from thoughtbubbles.files import write_atomically
+from thoughtbubbles.files import read_object, write_atomically
 from thoughtbubbles.model.cost import parameter_count
 from thoughtbubbles.provenance import device_name, provenance
 from thoughtbubbles.recipes.reproduce.corpus import Corpus, open_corpus, part_of
@@ -27,10 +27,10 @@ VERSION = 1
 
 
 class Stopped(Exception):
-    """A signal stopped the training; the same command resumes it."""
+    """A signal stopped the training."""
 
     def __init__(self, result: Result):
-        super().__init__(f"stopped after step {result.step}; the same command resumes it")
+        super().__init__(f"stopped after step {result.step}")
         self.exit_code = result.exit_code
 
 
@@ -81,10 +81,7 @@ def run_row(found: Protocol, row: str, seed: int, place: Place) -> Path:
 
 def make_record(found: Protocol, row: str, seed: int, place: Place) -> dict[str, Any]:
     settings = found.row(row, protocol=place.protocol)
-    corpus = open_corpus(place.data)
-    if found.text is not None:
-        folder = place.runs / place.protocol / f"data-{corpus.checksum}"
-        corpus = open_corpus(part_of(place.data, folder, n_tokens=found.text))
+    corpus = text_of(found, place)
     members = [(row, seed)]
     if settings.ensemble > 1:
         members = [(PLAIN, seed + i) for i in range(settings.ensemble)]
@@ -96,6 +93,26 @@ def make_record(found: Protocol, row: str, seed: int, place: Place) -> dict[str,
             out = place.run(row, seed) / "zero-shot"
             measured["zero_shot"] = zero_shot(models[0], data_dir=place.data_dir, out=out, world=world)
         return describe(found, row, seed, place, corpus, trained, world) | measured
+
+
+def text_of(found: Protocol, place: Place) -> Corpus:
+    """The corpus, or the part of it that the protocol uses."""
+    corpus = open_corpus(place.data)
+    if found.text is None:
+        return corpus
+    folder = place.runs / place.protocol / f"data-{corpus.checksum}-{found.text}"
+    return open_corpus(part_of(place.data, folder, n_tokens=found.text))
+
+
+def check_text(place: Place, corpus: Corpus) -> None:
+    """Records of other text in the same folder could never be compared with this one: say so before training."""
+    for path in sorted((place.out / place.protocol).glob("*-seed*.json")):
+        other = read_object(path).get("text", {}).get("checksum")
+        if other != corpus.checksum:
+            raise ValueError(
+                f"--out {place.out}: {place.protocol}/{path.name} is a record of other text than --data {place.data}; "
+                "give another --out"
+            )
 
 
 def train_row(found: Protocol, row: str, seed: int, place: Place, corpus: Corpus) -> Trained:
@@ -110,7 +127,12 @@ def train_row(found: Protocol, row: str, seed: int, place: Place, corpus: Corpus
     folder = place.run(row, seed)
     config, earlier = replace(config, out=folder), checkpoints(folder)
     begun = time.monotonic()
-    result = train(config, resume=bool(earlier))
+    try:
+        result = train(config, resume=bool(earlier))
+    except ValueError as error:
+        if not earlier:
+            raise
+        raise ValueError(f"{folder} cannot be resumed: delete it, or give another --runs ({error})") from None
     if not result.finished:
         raise Stopped(result)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -143,11 +165,10 @@ def training_loss(lines: list[dict[str, Any]]) -> list[float]:
     return [round(statistics.fmean(losses[i : i + GROUP]), 5) for i in range(0, len(losses), GROUP)]
 
 
-def speed(lines: list[dict[str, Any]]) -> float:
-    """Tokens per second of the run alone: nine of ten groups of steps were slower, for example while the device was
-    also used by another process."""
+def speed(lines: list[dict[str, Any]], share: float) -> float:
+    """Tokens per second of a group of steps; this share of the groups was slower."""
     speeds = sorted(line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
-    return speeds[int(0.9 * (len(speeds) - 1))]
+    return speeds[int(share * (len(speeds) - 1))]
 
 
 def describe(
@@ -162,7 +183,7 @@ def describe(
     """What the row is, where it was run and what it cost; an ensemble costs the sum of its members."""
     first, config = trained[0], trained[0].config
     settings = {name: value for name, value in config.as_dict().items() if name not in ("out", "data", "name")}
-    speeds = [speed(each.lines) for each in trained]
+    speeds = [speed(each.lines, 0.9) for each in trained]
     tokens = [each.step * each.config.tokens_per_step for each in trained]
     peaks = [line["peak_memory_GiB"] for each in trained for line in each.lines if "peak_memory_GiB" in line]
     source = provenance()
@@ -178,12 +199,13 @@ def describe(
         "epochs": tokens[0] / corpus.n_tokens,
         "flops": sum(each.config.flops_per_row * each.config.rows * each.step for each in trained),
         "tokens_per_second": statistics.fmean(speeds),
+        "median_tokens_per_second": statistics.fmean(speed(each.lines, 0.5) for each in trained),
         "gpu_seconds": sum(n / speed for n, speed in zip(tokens, speeds, strict=True)),
         "wall_seconds": sum(each.seconds for each in trained),
         "resumed_at": first.resumed_at,
         "peak_memory_GiB": max(peaks) if peaks else None,
         "device": device_name(world.device),
-        "command": f"thoughtbubbles reproduce {place.protocol} --only {row} --seed {seed}",
+        "command": f"thoughtbubbles reproduce {place.protocol} --data CORPUS --only {row} --seed {seed}",
         **{name: source[name] for name in ("commit", "versions", "time")},
         "text": {
             "tokens": corpus.n_tokens,
@@ -202,13 +224,11 @@ def as_lines(record: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
-def compare(before: dict[str, Any], again: dict[str, Any]) -> str:
-    """One line: whether a repeated row has the same validation loss, to the bit."""
+def compare(before: dict[str, Any], again: dict[str, Any]) -> tuple[bool, str]:
+    """Whether a repeated row has the same validation loss, to the bit; and that in one line."""
     old, new = (record["validation"]["nats"] for record in (before, again))
     name = f"{before['row']}, seed {before['seed']}"
-    if before["text"]["checksum"] != again["text"]["checksum"]:
-        raise ValueError(f"{name}: the text is not the same; prepare the corpus as for the first run")
     if old == new and before["validation"]["windows"] == again["validation"]["windows"]:
-        return f"{name}: validation loss {new!r} again, to the bit"
+        return True, f"{name}: validation loss {new!r} again, to the bit"
     where = f" (then on {before['device']}, torch {before['versions']['torch']})"
-    return f"{name}: validation loss {new!r}, was {old!r}: differs by {new - old:+.2e}{where}"
+    return False, f"{name}: validation loss {new!r}, was {old!r}: differs by {new - old:+.2e}{where}"

@@ -1,6 +1,7 @@
 """Sentences about the difference of two rows: who is ahead, by how much, over how many seeds.
 
-Within two standard errors a sentence says "no difference that we can measure"; where rows are missing it names them.
+If the interval of 95 % confidence has 0 in it, a sentence says "no difference that we can measure"; where rows are
+missing it names them.
 """
 
 from collections.abc import Sequence
@@ -47,8 +48,9 @@ def lead(gap: Difference | None) -> str:
         return ""
     if gap.error is not None and not gap.is_measurable:
         return "**No difference that we can measure.** "
-    word = "Yes" if gap.mean < 0 else "No"
-    return f"**{word}.** " if len(gap.seeds) > 1 else f"**{word}, in the only seed so far.** "
+    word, n = "Yes" if gap.mean < 0 else "No", len(gap.seeds)
+    so_far = {1: ", in the only seed so far", 2: ", in the two seeds so far"}.get(n, "")
+    return f"**{word}{so_far}.** "
 
 
 def evidence_line(results: Results) -> str:
@@ -56,7 +58,7 @@ def evidence_line(results: Results) -> str:
     r2, r1 = difference(results, "r2", PLAIN), difference(results, "r1", PLAIN)
     page = f"[results]({PAGE})"
     if r2 is None or r1 is None:
-        return f"The evidence for what bubbles bring, and which part of it the forks bring, is being gathered: {page}."
+        return f"Experiments on what bubbles bring, and which part of it the forks bring, are running; so far: {page}."
     size = f"{results.mean(PLAIN, parameters) / 1e6:.1f}M parameters"
     length = f"{results.mean(PLAIN, tokens) / 1e6:,.0f}M training tokens"
     time = f"; `r2` takes {results.ratio('r2', gpu_seconds):.2f} × the GPU time" if results.same_device else ""
