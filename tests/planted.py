@@ -50,6 +50,8 @@ REQUESTS = (
 MODEL = (
     "tests/model/test_oracle.py tests/model/test_selection.py tests/model/test_causality.py tests/model/test_fork.py"
 )
+AUDIT = "tests/analysis/test_audit.py"
+TRACE = "tests/analysis/test_trace.py"
 DECODE = (
     "tests/generate/test_decode.py tests/generate/test_decode_rows.py tests/generate/test_decode_mistakes.py "
     "tests/generate/test_cache.py"
@@ -330,6 +332,26 @@ FAULTS = [
         "tests/interop/test_authors_hostile.py",
     ),
     Fault("data/records.py", "        parts.pop()", "        break", "tests/data"),
+    # Looking inside; the first two make the causal rule look ahead
+    Fault(
+        "model/selection.py",
+        "lower_in_run = ((theirs <= mine) & before)",
+        "lower_in_run = ((theirs <= mine + 1) & before)",
+        AUDIT,
+    ),
+    Fault(
+        "model/selection.py",
+        "quota = torch.diff(kept_up_to, prepend=kept_up_to.new_zeros(batch, 1))",
+        "quota = torch.diff(kept_up_to, append=cap[:, -1:].expand(batch, 1))",
+        AUDIT,
+    ),
+    Fault("analysis/audit.py", "torch.arange(n, 0, -1)", "torch.arange(n)", AUDIT),
+    Fault("analysis/audit.py", "(drawn + 1) % n_ids, drawn)", "drawn, drawn)", AUDIT),
+    Fault("analysis/audit.py", "-float(log_p.mean())", "float(log_p.mean())", AUDIT),
+    Fault("analysis/audit.py", "        if has_moved:", "        if False:", AUDIT),
+    Fault("analysis/trace.py", "score[2 * parent + (not is_fork)]", "score[2 * parent + is_fork]", TRACE),
+    Fault("analysis/trace.py", "2 * parent + ~is_fork", "2 * parent + is_fork", TRACE),
+    Fault("analysis/trace.py", "log_probs[:, : tokenizer.size].topk(top)", "log_probs.topk(top)", TRACE),
 ]
 
 

@@ -52,6 +52,7 @@ def test_help_and_version():
         [],
         ["--help"],
         ["--version"],
+        ["audit", "--help"],
         ["bench", "--help"],
         ["eval", "--help"],
         ["export", "--help"],
@@ -104,7 +105,7 @@ def test_inspect_shows_the_bytes_of_the_kv_cache(show):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fly"], "no verb 'fly'; choose from: bench, demo, eval, export, generate"),
+        (["fly"], "no verb 'fly'; choose from: analyze, audit, bench, demo, eval"),
         (["inspect", "huge"], "thoughtbubbles inspect: no model is named 'huge'"),
         (["inspect", "nano", "--budgets", "0.5"], "budget = 0.5 is below 1"),
         (["inspect", "nano", "--tokens", "99"], "--tokens 99: a row of nano has from 1 to 32 tokens"),

@@ -58,6 +58,8 @@ def runnable(command: str) -> list[str]:
         )
     if "bench" in words and "--list" not in words:
         words += ["--quick", "--rows", "1", "--tokens", "16"]
+    if "analyze" in words:
+        words += ["--budgets", "2"]
     if "eval" in words and "--help" not in words:
         words += ["--windows", "2", "--tokens", "32"]
     return words

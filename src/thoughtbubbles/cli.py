@@ -107,6 +107,12 @@ def reproduce(arguments: Sequence[str]) -> None:
     tyro.cli(run, prog="thoughtbubbles reproduce", args=arguments)
 
 
+def analyze(arguments: Sequence[str]) -> None:
+    from thoughtbubbles.analysis.analyze import analyze as run
+
+    tyro.cli(run, prog="thoughtbubbles analyze", args=arguments)
+
+
 def evaluate(arguments: Sequence[str]) -> None:
     from thoughtbubbles.evals.settings import Evaluation
 
@@ -229,6 +235,56 @@ def generate(
         show_bubbles=show_bubbles,
         as_json=json,
     )
+
+
+def audit(
+    *,
+    checkpoint: Path | None = None,
+    selection: Literal["causal", "block"] | None = None,
+    budget: Annotated[tuple[str, ...], tyro.conf.arg(metavar="R [R …]")] = (),
+    text: Path | None = None,
+    tokens: int | None = None,
+    rows: int = 4,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    dtype: Literal["float64", "float32"] = "float64",
+    json: bool = False,
+) -> None:
+    """Check whether predictions depend on later tokens, in any causal language model.
+
+    Replaces all tokens from a position on and compares the predictions before it: they must be the same. With causal
+    selection they are, to the last bit; block selection, the paper's, lets later tokens decide which earlier forks
+    survive, and this shows how much that changes.
+
+    Exit codes: 0 no leak; 1 a leak, or an error, in one line on standard error.
+
+    Args:
+        checkpoint: The model: its folder, a checkpoint of a run, or a run (its newest checkpoint); or the folder or
+            name of any causal language model that Hugging Face's transformers opens. Default: the one in the package.
+        selection: The selection rule, instead of the model's own.
+        budget: Streams per token instead of the model's own, such as 2, 1.5 or 4/3; several are audited in turn.
+        text: A UTF-8 text file, of which the beginning is used. Default: a text of our own, or random tokens for a
+            model without a tokenizer.
+        tokens: Tokens per row. Default: 128, or fewer if the text or the model's context length is shorter.
+        rows: Number of rows, if the text is long enough.
+        device: auto: cuda if there is one, else cpu.
+        dtype: In float64 any change is a leak. In float32, changes of a log-probability up to 1e-4 count as rounding.
+        json: Instead of tables, print one line of JSON.
+    """
+    from thoughtbubbles.analysis.audit_command import run
+
+    leak = run(
+        or_shipped(checkpoint),
+        selection=selection,
+        budgets=budget,
+        text=text,
+        tokens=tokens,
+        rows=rows,
+        device=device,
+        dtype=dtype,
+        as_json=json,
+    )
+    if leak is not None:
+        sys.exit(f"thoughtbubbles audit: {leak}")
 
 
 def bench(
@@ -360,6 +416,11 @@ class Verb(NamedTuple):
 
 
 VERBS = {
+    "analyze": Verb(analyze, "figures of where a model forks and what it brings, and a report of them all"),
+    "audit": Verb(
+        lambda arguments: tyro.cli(audit, prog="thoughtbubbles audit", args=arguments),
+        "do predictions depend on later tokens? of any causal language model",
+    ),
     "bench": Verb(
         lambda arguments: tyro.cli(bench, prog="thoughtbubbles bench", args=arguments),
         "how fast a model trains here: milliseconds, TFLOP/s, memory",
