@@ -47,7 +47,7 @@ def for_adamw(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def for_decoding(device: torch.device | str, dtype: torch.dtype, *, width: int, head_size: int) -> bool:
-    """On NVIDIA GPUs, in half precision, for widths that are multiples of the smallest tile (all of the paper's are)."""
+    """On NVIDIA GPUs, in half precision, for widths that are multiples of a tile (all of the paper's are)."""
     has_shape = width % DECODING_CHANNELS == 0 and head_size in DECODING_HEAD_SIZES
     return available(device) and torch.version.cuda is not None and dtype in HALF and has_shape
 

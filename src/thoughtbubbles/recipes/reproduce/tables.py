@@ -215,4 +215,6 @@ def provenance_table(all_results: Iterable[Results]) -> str:
                 lines.append([f"[{path}]({path})", *cells])
     if not lines:
         return "No records yet."
-    return markdown(("record", "commit", "PyTorch", "device", "command", "wall seconds of training", "time (UTC)"), lines)
+    return markdown(
+        ("record", "commit", "PyTorch", "device", "command", "wall seconds of training", "time (UTC)"), lines
+    )
