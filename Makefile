@@ -47,7 +47,7 @@ $(CORE): pyproject.toml constraints.txt
 	@echo "Setting up .venv (a minute or two, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP) torch numpy
-	@$(PIP) --editable '.[analysis]'
+	@$(PIP) --editable '.[analysis,serve]'
 	@touch $@
 
 $(READY): $(CORE)

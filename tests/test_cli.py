@@ -61,6 +61,7 @@ def test_help_and_version():
         ["inspect", "--help"],
         ["prepare", "--help"],
         ["train", "--help"],
+        ["watch", "--help"],
     ],
 )
 def test_help_imports_no_torch(arguments):

@@ -58,6 +58,8 @@ def runnable(command: str) -> list[str]:
         )
     if "bench" in words and "--list" not in words:
         words += ["--quick", "--rows", "1", "--tokens", "16"]
+    if "watch" in words:
+        words += ["--help"]  # it serves until interrupted; tests/serve runs it
     if "analyze" in words:
         words += ["--budgets", "2"]
     if "eval" in words and "--help" not in words:

@@ -22,9 +22,9 @@ LEVEL = {
     "recipes": 5,
     "analysis": 6,
     "interop": 6,
-    "serve": 6,
-    "cli": 7,
-    "__main__": 8,
+    "serve": 7,
+    "cli": 8,
+    "__main__": 9,
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

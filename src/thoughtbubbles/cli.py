@@ -390,6 +390,34 @@ def import_authors(
     print(f"written: {written} ({sum(weight.numel() for weight in model.parameters()):,} parameters)")
 
 
+def watch(
+    *,
+    checkpoint: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="DIR [DIR …]")] = (),
+    host: str = "127.0.0.1",
+    port: int = 8321,
+    open: bool = True,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> None:
+    """Open a page in the browser on which to watch a model fork: type text, and see each token with its bubble.
+
+    Everything stays on this computer, and nothing is downloaded. Ctrl-C ends it.
+
+    Args:
+        checkpoint: One or more models to choose from and to compare: their folders, checkpoints of runs, or runs
+            (their newest checkpoints). Default: the one in the package.
+        host: The address to listen on. With another one than 127.0.0.1, others can use the page too: there is no
+            password.
+        port: The port to listen on; 0 takes a free one.
+        open: Whether to open the browser, if started from a terminal.
+        device: auto: cuda if there is one, else cpu.
+    """
+    from thoughtbubbles.serve.command import watch as run
+
+    if not checkpoint:
+        or_shipped(None)
+    run(checkpoint, host=host, port=port, open_browser=open, device=device)
+
+
 SLOW_BFLOAT16 = "this CPU has no bfloat16 instructions: --dtype bfloat16 works, but float32 is faster here"
 
 
@@ -448,6 +476,10 @@ VERBS = {
         reproduce, "the experiments behind docs/results: train and measure their rows, render the report"
     ),
     "train": Verb(train, "pretrain, mid-train or fine-tune, on one device or many"),
+    "watch": Verb(
+        lambda arguments: tyro.cli(watch, prog="thoughtbubbles watch", args=arguments),
+        "a page in the browser: type text, and watch the bubbles of its tokens",
+    ),
 }
 
 USAGE = f"""\
