@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from thoughtbubbles.data.shards import Dataset, Index, ShardWriter, open_dataset, read_index, write_index
+from thoughtbubbles.data.shards import INDEX, Dataset, Index, ShardWriter, open_dataset, read_index, write_index
+from thoughtbubbles.data.tokenizer import CONFIG, DEFINITION
 from thoughtbubbles.files import locked, named, partial_folder, publish
 
 
@@ -39,7 +40,7 @@ def part_of(folder: Path, out: Path, *, n_tokens: int) -> Path:
     """A prepared folder with every k-th document, up to `n_tokens` tokens of training text, and all validation text."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with locked(out.parent, doing="preparing text in", wait=True):  # rows may be started at the same time
-        return out if (out / "index.json").is_file() else _write_part(folder, out, n_tokens)
+        return out if (out / INDEX).is_file() else _write_part(folder, out, n_tokens)
 
 
 def _write_part(folder: Path, out: Path, n_tokens: int) -> Path:
@@ -56,7 +57,7 @@ def _write_part(folder: Path, out: Path, n_tokens: int) -> Path:
         writer.add(tokens)
         writer.close()
         splits[split] = writer.finished
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in (DEFINITION, CONFIG):
         if (folder / name).is_file():
             (partial / name).write_bytes((folder / name).read_bytes())
     notes = {"part_of": {"tokens": n_tokens, "text": train.n_tokens}}
