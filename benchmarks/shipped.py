@@ -1,4 +1,4 @@
-"""bubbles-7m, the model in the package: its numbers, beside its plain twin, the control without forks, gzip and xz.
+"""bubbles-7m, the model in the package: its numbers beside its plain counterpart, a control without forks, gzip, xz.
 
     thoughtbubbles train bubbles-7m --data.mixture DIR --out RUNS/bubbles-7m
     thoughtbubbles train bubbles-7m-plain --data.mixture DIR --out RUNS/bubbles-7m-plain
@@ -175,7 +175,7 @@ def card(run: dict[str, Any]) -> str:
     own, shape, training = run["scores"], run["training"]["config"]["model"], run["training"]
     plain = run["others"][f"{SHIPPED}-plain"]
     twin = next(iter(plain["scores"].values()))
-    rows = [("plain twin, no forks", twin["nats"], twin["bits_per_byte"], None)]
+    rows = [("plain counterpart, no forks", twin["nats"], twin["bits_per_byte"], None)]
     if gate := run["others"].get(f"{SHIPPED}-gate"):
         control = next(iter(gate["scores"].values()))
         rows.append(

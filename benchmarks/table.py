@@ -224,7 +224,7 @@ def readme_table() -> str:
 
 
 def shipped_row() -> str:
-    """The model in the package, at its own budget, beside its plain twin."""
+    """The model in the package, at its own budget, beside its plain counterpart."""
     (record,) = records("shipped")
     models = record["models"]
     tokens = f"{models['bubbles-7m']['training']['tokens'] / 1e6:.0f}M"

@@ -348,6 +348,7 @@ FAULTS = [
     Fault("analysis/audit.py", "torch.arange(n, 0, -1)", "torch.arange(n)", AUDIT),
     Fault("analysis/audit.py", "(drawn + 1) % n_ids, drawn)", "drawn, drawn)", AUDIT),
     Fault("analysis/audit.py", "-float(log_p.mean())", "float(log_p.mean())", AUDIT),
+    Fault("analysis/audit.py", "float(log_p.abs().mean())", "float(log_p.mean())", AUDIT),
     Fault("analysis/audit.py", "        if has_moved:", "        if False:", AUDIT),
     Fault("analysis/trace.py", "score[2 * parent + (not is_fork)]", "score[2 * parent + is_fork]", TRACE),
     Fault("analysis/trace.py", "2 * parent + ~is_fork", "2 * parent + is_fork", TRACE),

@@ -12,12 +12,12 @@ import torch
 
 from helpers import named
 from thoughtbubbles import __version__
+from thoughtbubbles.bench.costs import spans
 from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.cli import main
 from thoughtbubbles.generate.decode import prefill
 from thoughtbubbles.model.cost import parameter_count
 from thoughtbubbles.model.transformer import Thoughtbubbles
-from thoughtbubbles.recipes.costs import spans
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

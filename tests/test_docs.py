@@ -147,9 +147,30 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("script", ["method.py", "bubbles.py", "train_step.py"])
+@pytest.mark.parametrize("script", ["method.py", "bubbles.py", "train_step.py", "pictures.py"])
 def test_a_figure_is_what_its_script_draws(script):
     subprocess.run([sys.executable, ROOT / "docs" / "figures" / script, "--check"], check=True)
+
+
+@pytest.mark.parametrize(("guide", "folder"), [("looking-inside.md", "inside"), ("watch.md", "watch")])
+def test_pictures_of_a_guide(guide, folder):
+    """All that are made are shown, with a text for those who cannot see them and the figure's own sentence; small
+    files, in which nothing names the machine they were made on."""
+    page = " ".join((ROOT / "docs" / "guides" / guide).read_text().split())
+    shown = dict(re.findall(r"!\[([^]]+)\]\(\.\./figures/([^)]+)\)", page))
+    shown |= {alt: path for path, alt in re.findall(r'<img src="\.\./figures/([^"]+)"[^>]* alt="([^"]+)">', page)}
+    files = sorted((ROOT / "docs" / "figures" / folder).iterdir())
+    pictures = [path for path in files if path.suffix != ".json"]
+    assert len(pictures) >= 4
+    assert {f"{folder}/{path.name}" for path in pictures} == set(shown.values())
+    assert all(len(text) > 20 for text in shown)
+    for path in files:
+        content = path.read_bytes()
+        assert len(content) < 150_000, path.name
+        assert not re.search(rb"/(home|root|tmp|Users)/", content), path.name
+        assert str(ROOT).encode() not in content, path.name
+        if path.suffix == ".json":
+            assert json.loads(content)["sentence"] in page, path.name
 
 
 def test_the_figure_follows_our_rules():

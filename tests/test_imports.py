@@ -11,6 +11,7 @@ LEVEL = {
     "files": -1,
     "distributed": -1,
     "provenance": -1,
+    "plotting": -1,
     "kernels": -1,
     "model": 0,
     "data": 0,

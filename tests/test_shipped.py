@@ -127,7 +127,7 @@ def test_the_loss_on_all_of_the_validation_text(model, validation, card):
 def test_the_card_is_what_its_script_writes(card):
     subprocess.run([sys.executable, ROOT / "benchmarks" / "shipped.py", "card", "--check"], check=True)
     text = (shipped_model() / "README.md").read_text()
-    for number in (card["parameters"], card["sha256"]["model.safetensors"], "gzip -9", "xz -9", "plain twin"):
+    for number in (card["parameters"], card["sha256"]["model.safetensors"], "gzip -9", "xz -9", "plain counterpart"):
         assert (f"{number:,}" if isinstance(number, int) else number) in text
     for budget in ("1", "1.25", "1.5", "2", "4"):
         assert f"| {SHIPPED}, budget {budget} | {card['scores'][budget]['nats']:.4f} |" in text

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,13 @@ CHUNK_BYTES = 1 << 24  # per checksum call
 
 def shipped_model() -> Path:
     return Path(__file__).parent / "assets" / SHIPPED
+
+
+def or_shipped(checkpoint: Path | None, *, option: str = "--checkpoint") -> Path | None:
+    """The checkpoint that was given; without one, the first rank says which model is used."""
+    if checkpoint is None and os.environ.get("RANK", "0") == "0":
+        print(f"no {option}: using {SHIPPED}, the model in the package", file=sys.stderr)
+    return checkpoint
 
 
 # Reading

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers import lively_model, small_config
-from thoughtbubbles.analysis import attention, dial, fates, future, kinds, places, uncertainty, writes
+from thoughtbubbles.analysis import attention, audit, dial, fates, future, kinds, leaks, places, uncertainty, writes
 from thoughtbubbles.analysis.analyze import check_target
 from thoughtbubbles.analysis.html import token_text, whole_characters
 from thoughtbubbles.analysis.sample import as_windows
@@ -318,9 +318,59 @@ def test_documents_end_at_the_end_of_text():
     assert found["tokens"] == 5
 
 
+def one_place_model() -> tuple[Thoughtbubbles, float]:
+    """In 4 tokens there is a place for one fork: a "c" has it (fork score 0.83), else a "b" (0.75), before all others.
+
+    The fork of a "b" predicts what follows an "a", and weighs 0.75 / (0.75 + 0.5). Also returns log p of an "a" after a
+    "b" with the fork, minus without it.
+    """
+    model = one_fork_model(merge="mixture")
+    a, b = model.embedding.weight[ord("a")], model.embedding.weight[ord("b")]
+    scale = 0.02  # the product of norm(b) and b is log k: b and c have k times the probability of any other token
+    k = math.exp(scale * 200 * math.sqrt(2))
+    with torch.no_grad():
+        model.embedding.weight[ord("c")] = b - a
+        model.forks["1"].embedding[:] = a - b
+        model.final_norm.weight.fill_(scale)
+    original, fork = 1 / (2 * k + 255), k / (255 * k + 1 + 1 / k)
+    return model, math.log((0.6 * fork + 0.4 * original) / original)
+
+
+def test_a_later_token_takes_the_place_of_an_earlier_fork():
+    """The tokens of "abaa" are replaced by c, so the prediction at b loses its fork, and no other one moves: a does not
+    fork, and in "cccc" the first c has the place, whatever follows."""
+    model, change = one_place_model()
+    ids = torch.tensor([BYTES.encode("abaa"), BYTES.encode("cccc")])
+    found = leaks.numbers([audit(model, ids, selection=rule, cuts=3) for rule in leaks.RULES], own="block")
+    assert found["budget"] == "1.25"
+    causal, block = found["rules"]["causal"], found["rules"]["block"]
+    for part in (causal["total"], *causal["by_distance"]):
+        assert part["moved"] == part["largest"] == part["largest_any"] == part["mean"] == 0
+    near, far = block["by_distance"]  # cuts 1, 2, 3 in both rows: 6 predictions at distance 1, and 4 + 2 at 2 and 3
+    assert (near["predictions"], far["nearest"], far["farthest"], far["predictions"]) == (6, 2, 3, 6)
+    assert (near["moved"], far["moved"], block["total"]["moved"]) == (1, 1, 2)
+    for part in (near, far, block["total"]):
+        assert part["largest"] == pytest.approx(change, **CLOSE)
+        assert part["mean"] == pytest.approx(change / 6, **CLOSE)
+        assert part["loss_difference"] == pytest.approx(-change / 6, **CLOSE)
+    assert change > 0.5
+    first, second = leaks.sentence(found).split(". With ")
+    assert first.startswith("With block selection, the rule of this model, 2 of 12 predictions (16.7%) move")
+    assert "up to 3 tokens before the change" in first
+    assert second.startswith("causal selection none of 12 predictions moves")
+
+
+def test_the_audit_has_rows_of_one_length_in_float64():
+    assert leaks.same_length([[1, 2], [3, 4, 5], [6, 7, 8]]).tolist() == [[3, 4, 5], [6, 7, 8]]
+    assert leaks.same_length([[1] * 300] * 9).shape == (leaks.ROWS, 128)
+    model = lively_model(small_config()).float()
+    assert leaks.in_float64(model).embedding.weight.dtype == torch.float64
+    assert model.embedding.weight.dtype == torch.float32
+
+
 FIGURES = (
     *("where-it-forks", "token-kinds", "uncertainty", "attention", "scores", "survival", "writes", "dial"),
-    *("what-forks-bring", "future"),
+    *("what-forks-bring", "future", "leak-audit"),
 )
 
 
@@ -368,6 +418,10 @@ def test_the_command_writes_figures_numbers_and_a_report(checkpoint, plain, tmp_
     rows = json.loads((out / "dial.json").read_text())["series"]["all tokens"]["rows"]
     assert [row["budget"] for row in rows] == ["1", "2", "8"]
     assert len(json.loads((out / "uncertainty.json").read_text())["sources"]) == 2
+    leak = json.loads((out / "leak-audit.json").read_text())
+    assert (leak["own"], leak["dtype"], leak["rows"], leak["tokens"]) == ("causal", "float64", 2, 24)
+    assert leak["rules"]["causal"]["total"]["largest_any"] == 0
+    assert leak["rules"]["block"]["total"]["moved"] > 0
     # An analysis may be replaced by another one, but nothing else.
     assert check_target(out) == out
     (out / "notes.txt").write_text("mine")
@@ -384,6 +438,8 @@ def test_block_selection_is_scored_from_every_prefix(tmp_path, monkeypatch):
     found = json.loads((tmp_path / "runs" / "analyze-block" / "future.json").read_text())
     assert {"blockwise", "autoregressive", "fixed"} <= set(found["ways"])
     assert "passages that come with the package" in found["text"]
+    sentence = json.loads((tmp_path / "runs" / "analyze-block" / "leak-audit.json").read_text())["sentence"]
+    assert re.search(r"^With block selection, the rule of this model, [1-9]\d* of", sentence)
 
 
 @pytest.mark.parametrize(

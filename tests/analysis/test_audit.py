@@ -66,7 +66,7 @@ def test_causal_models_do_not_leak(form):
         assert found.tolerance == 0
         for part in (found.total, *found.by_distance):
             assert part.moved == part.share == part.largest == part.largest_any == part.mean_kl == part.largest_kl == 0
-            assert part.loss_difference == 0
+            assert part.mean == part.loss_difference == 0
 
 
 @pytest.mark.parametrize("mode", ["proportional", "fixed"])
@@ -98,6 +98,7 @@ def test_the_numbers_of_a_known_leak():
     for part in (found.total, *found.by_distance):
         assert part.share == 1
         assert part.largest == pytest.approx(math.log(2), abs=SAME_FUNCTION)
+        assert part.mean == pytest.approx(math.log(2), abs=SAME_FUNCTION)
         assert part.largest_any == pytest.approx(math.log(2), abs=SAME_FUNCTION)
         assert part.mean_kl == pytest.approx(kl, abs=SAME_FUNCTION)
         assert part.largest_kl == pytest.approx(kl, abs=SAME_FUNCTION)
@@ -124,6 +125,7 @@ def test_the_share_and_the_means_count_all_predictions():
     found = audit(predict, ids, cuts=4)
     assert found.total.share == 0.5
     assert found.total.largest == pytest.approx(math.log(0.75 / 0.5), abs=SAME_FUNCTION)  # the true next token is 1
+    assert found.total.mean == pytest.approx(math.log(0.75 / 0.5) / 2, abs=SAME_FUNCTION)
     assert found.total.loss_difference == pytest.approx(-math.log(0.5 / 0.75) / 2, abs=SAME_FUNCTION)
 
 

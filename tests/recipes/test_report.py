@@ -12,7 +12,7 @@ from thoughtbubbles.recipes.reproduce.answers import answers
 from thoughtbubbles.recipes.reproduce.compare_rows import Difference, curve_differences, difference
 from thoughtbubbles.recipes.reproduce.figures import figures
 from thoughtbubbles.recipes.reproduce.plots import is_current, spread
-from thoughtbubbles.recipes.reproduce.records import read_evidence, read_protocol
+from thoughtbubbles.recipes.reproduce.records import gpu_seconds, read_evidence, read_protocol
 from thoughtbubbles.recipes.reproduce.report import SECTIONS, rendered, write_report
 from thoughtbubbles.recipes.reproduce.sentences import sentence
 from thoughtbubbles.recipes.reproduce.tables import (
@@ -220,6 +220,13 @@ def test_answers_from_three_seeds(tmp_path):
     assert "Forks in addition to it: between `r2` and `r1` there is no difference that we can measure" in parts
     assert "(−0.0117 ± 0.0033 nats per token, 3 seeds)" in parts  # 3.5 errors, but 4.3 are needed with three seeds
     assert "a sigmoid per head: Not measured yet: needs row `head-gate` of `long`." in parts
+
+
+def test_gpu_time_is_that_of_the_seed_that_had_the_gpu_to_itself(tmp_path):
+    shared = made_up("long", "plain", 0, 3.0) | {"tokens": 600, "gpu_seconds": 500.0}
+    alone = made_up("long", "plain", 1, 3.0) | {"tokens": 400, "gpu_seconds": 160.0}
+    results = read_evidence(write(tmp_path, shared, alone)).results["long"]
+    assert results.mean("plain", gpu_seconds) == 200.0  # 500 tokens on average, 2.5 per second
 
 
 def test_the_leak_of_block_selection(tmp_path):

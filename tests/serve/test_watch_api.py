@@ -105,12 +105,24 @@ def test_attention_is_that_of_the_library(client, served):
             assert sum(block["weights"]) == pytest.approx(1, abs=1e-4)
 
 
+def test_attention_of_one_head(client, served):
+    full = trace(served[0].model, "abcdef", tokenizer=BYTES, attention=True)
+    asked = {"text": "abcdef", "stage": 2, "stream": 5}
+    rows = [client.post("/api/attention", json={**asked, "head": head}).json() for head in (0, 1)]
+    assert [row["head"] for row in rows] == [0, 1]
+    for head, row in enumerate(rows):
+        assert row["blocks"][0]["weights"] == pytest.approx(full.attention[2][head, 5, :6].tolist(), abs=1e-6)
+    assert rows[0]["blocks"] != rows[1]["blocks"]
+
+
 @pytest.mark.parametrize(
     ("where", "message"),
     [
         ({"stage": 4, "stream": 0}, "stage = 4: this trace has stages from 0 to 3"),
         ({"stage": 0, "stream": 6}, "stream = 6: this stage has streams from 0 to 5"),
         ({"stage": -1, "stream": 0}, "stage: "),
+        ({"stage": 0, "stream": 0, "head": 9}, "head = 9: this model has heads from 0 to "),
+        ({"stage": 0, "stream": 0, "head": -1}, "head: "),
     ],
 )
 def test_attention_of_a_stream_that_is_not_there(client, where, message):

@@ -93,6 +93,30 @@ def test_the_inspector(page, server):
     assert page.locator(".descent li").count() == 4
 
 
+def test_attention_by_head(page, server):
+    """The list shows the weights of the chosen head; another stream keeps the choice, and so does a link."""
+    write(page, TEXT)
+    page.locator("[data-pane=A] .token").nth(4).click()
+    own = server.models[0]
+    full = trace(own.model, TEXT, tokenizer=own.tokenizer, attention=True)
+    stream = max(i for i, each in enumerate(full.stages[-1].streams) if each.token == 4)
+    page.wait_for_selector(".attention .bars li")
+    for name, weights in (("mean", full.attention[-1].mean(0)), ("1", full.attention[-1][1])):
+        page.locator(".attention .segments[aria-label=Head]").get_by_text(name, exact=True).click()
+        best = sorted(weights[stream, : stream + 1].tolist(), reverse=True)[:6]
+        until(page, f"document.querySelector('.attention .bars .more')?.textContent === {json.dumps(percent(best[0]))}")
+        found = page.locator(".attention .bars .more").all_inner_texts()
+        assert found == [percent(weight) for weight in best]
+    page.locator("[data-pane=A] .token").nth(5).click()
+    until(page, "document.querySelector('.attention [name=attention-head]:checked')?.value === '1'")
+    assert page.evaluate("app.state.head") == 1
+
+
+def percent(share: float) -> str:
+    """As words.js writes it."""
+    return "<0.1 %" if 0 < share < 0.0005 else f"{100 * share:.1f} %" if share < 0.0995 else f"{100 * share:.0f} %"
+
+
 def test_colours(page):
     write(page, TEXT)
     for mode in ("loss", "entropy", "streams"):

@@ -10,7 +10,7 @@ import torch
 import tyro
 
 from thoughtbubbles.analysis import dial
-from thoughtbubbles.analysis.draw import check_matplotlib, write
+from thoughtbubbles.analysis.draw import write
 from thoughtbubbles.analysis.figures import Job, all_figures
 from thoughtbubbles.analysis.html import report
 from thoughtbubbles.analysis.sample import clutrr_stories, data_sample, file_sample, own_sample
@@ -22,6 +22,7 @@ from thoughtbubbles.evals.settings import MOST
 from thoughtbubbles.files import (
     SHIPPED,
     check_folder,
+    or_shipped,
     partial_folder,
     publish,
     read_object,
@@ -32,6 +33,7 @@ from thoughtbubbles.files import (
 )
 from thoughtbubbles.generate.requests import budget_problem
 from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.plotting import check_matplotlib
 from thoughtbubbles.provenance import device_name, provenance
 
 INDEX, REPORT = "analysis.json", "report.html"
@@ -72,9 +74,7 @@ def analyze(
     check_matplotlib()
     if not 1 <= windows <= MOST:
         raise ValueError(f"--windows {windows}: give a whole number from 1 to {MOST:,}")
-    if checkpoint is None:
-        print(f"no --checkpoint: using {SHIPPED}, the model in the package", file=sys.stderr)
-    found = find_model(checkpoint)
+    found = find_model(or_shipped(checkpoint))
     target = check_target(default_out(found) if out is None else out)
     on = torch.device(find_device(device))
     with Progress() as progress:

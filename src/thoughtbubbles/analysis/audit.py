@@ -40,6 +40,8 @@ class Change:
     """Predictions of which any log-probability changed by more than the tolerance."""
     largest: float
     """Largest |Δ log p| of the true next token."""
+    mean: float
+    """Mean |Δ log p| of the true next token, over all predictions."""
     largest_any: float
     """Largest |Δ log p| of any token of the vocabulary."""
     mean_kl: float
@@ -275,6 +277,7 @@ def _summary(found: Compared, where: Tensor) -> dict[str, Any]:
         "predictions": len(log_p),
         "moved": int((any_log_p > found.tolerance).sum()),
         "largest": float(log_p.abs().max()),
+        "mean": float(log_p.abs().mean()),
         "largest_any": float(any_log_p.max()),
         "mean_kl": float(kl.mean()),
         "largest_kl": float(kl.max()),

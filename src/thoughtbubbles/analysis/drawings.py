@@ -1,12 +1,15 @@
 """One function per figure: from the numbers in its JSON to a drawing."""
 
+import math
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from thoughtbubbles.analysis.draw import (
+from thoughtbubbles.analysis.draw import blocks_axis, label_end, signed
+from thoughtbubbles.analysis.places import visible
+from thoughtbubbles.plotting import (
     BLUE,
     BRIGHT,
     EMPTY,
@@ -18,27 +21,23 @@ from thoughtbubbles.analysis.draw import (
     PINK,
     RED,
     SKY,
-    blocks_axis,
-    label_end,
     panels,
-    signed,
 )
-from thoughtbubbles.analysis.places import visible
 
 Numbers = Mapping[str, Any]
 FEW = 10  # tokens: rarer kinds are only in the numbers
 LINE, MOST = 28, 168  # tokens per line of the map, and in all
 
 
-def places(numbers: Numbers) -> Any:
+def places(numbers: Numbers, *, most_tokens: int = MOST) -> Any:
     """A map: tokens from left to right in lines, a row of cells per fork layer, darker for more streams."""
-    import matplotlib.pyplot as plt
+    from matplotlib import colormaps
     from matplotlib.colors import BoundaryNorm, ListedColormap
 
-    tokens, streams = numbers["tokens"][:MOST], np.array(numbers["streams"])[:, :MOST]
+    tokens, streams = numbers["tokens"][:most_tokens], np.array(numbers["streams"])[:, :most_tokens]
     n_layers, lines = len(streams), -(-len(tokens) // LINE)
     most = max(2, int(streams.max()))
-    shades = ListedColormap([EMPTY, *plt.get_cmap("Blues")(np.linspace(0.25, 0.95, most - 1))])
+    shades = ListedColormap([EMPTY, *colormaps["Blues"](np.linspace(0.25, 0.95, most - 1))])
     drawing, axes = panels(lines, height=0.5 + lines * (0.75 + 0.24 * n_layers))
     for line in range(lines):
         panel, part = axes[line][0], slice(line * LINE, (line + 1) * LINE)
@@ -115,7 +114,7 @@ def uncertainty(numbers: Numbers) -> Any:
             panel.errorbar(each_bin["entropy"], each_bin["streams"], yerr=each_bin["standard_error"] or 0, color=RED,
                            marker="o", markersize=6, capsize=3, zorder=4)  # fmt: skip
         r = each["correlation"]
-        value = "" if r is None else f"\nr = {r['r']:+.2f} ({r['low']:+.2f} to {r['high']:+.2f})"
+        value = "" if r is None else f"\nr = {r['r']:+.2f} ({r['low']:+.2f} to {r['high']:+.2f})".replace("-", "−")
         panel.set_title(f"entropy of {name}{value}")
         panel.set_xlabel(f"mean entropy of {numbers['group']} tokens (nats)")
     axes[0][0].set_ylabel("streams per token")
@@ -143,6 +142,46 @@ def future(numbers: Numbers) -> Any:
     return drawing
 
 
+def leaks(numbers: Numbers) -> Any:
+    """By distance to the change: the share of predictions that move, and how much; 0 has its place on the log axis."""
+    drawing, axes = panels(1, 2, height=3.9, width=9.0)
+    left, right = axes[0]
+    parts = numbers["rules"]["causal"]["by_distance"]
+    ranges = [dict.fromkeys((part["nearest"], part["farthest"])) for part in parts]
+    for (rule, found), colour, marker in zip(numbers["rules"].items(), (BLUE, RED), ("o", "s"), strict=True):
+        parts, total = found["by_distance"], found["total"]
+        moved = f"{total['moved']:,}" if total["moved"] else "none"
+        name = f"{rule} selection: {moved} of {total['predictions']:,} predictions moved"
+        look = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.6, "clip_on": False, "zorder": 3}
+        left.plot([100 * part["moved"] / part["predictions"] for part in parts], label=name, **look)
+        right.plot([part["largest"] for part in parts], **look)
+        right.plot([part["mean"] for part in parts], linestyle=(0, (3, 2)), **look | {"markerfacecolor": PAPER})
+    left.set_ylim(0, 100)
+    left.set_title("predictions moved (%)")
+    right.set_title("|Δ log p| in nats (solid: largest; dashed: mean)")
+    _log_axis_from_0(right, [part[key] for each in numbers["rules"].values() for part in each["by_distance"]
+                             for key in ("largest", "mean")])  # fmt: skip
+    for panel in (left, right):
+        panel.set_xticks(range(len(ranges)), ["–".join(map(str, each)) for each in ranges], fontsize=9)
+        panel.set_xlabel("tokens from the prediction to the first changed token")
+    drawing.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=9.5)
+    return drawing
+
+
+def _log_axis_from_0(panel: Any, values: list[float]) -> None:
+    """Logarithmic over the positive values, with 0 one step below the smallest power of 10."""
+    positive = [value for value in values if value > 0]
+    if not positive:
+        panel.set_ylim(0, 1)
+        return
+    low, high = (math.floor(math.log10(each)) for each in (min(positive), max(positive)))
+    powers = range(low, high + 2, max(1, (high - low) // 6))
+    panel.set_yscale("symlog", linthresh=10.0**low, linscale=1)
+    panel.set_yticks([0, *(10.0**power for power in powers)], ["0", *(f"{10.0**power:g}" for power in powers)])
+    panel.minorticks_off()
+    panel.set_ylim(0, 10.0 ** (high + 1))
+
+
 def dial(numbers: Numbers) -> Any:
     times = numbers.get("timings") or []
     drawing, axes = panels(1, 2 if times else 1, height=3.9, width=9.5 if times else 7.0)
@@ -156,15 +195,13 @@ def dial(numbers: Numbers) -> Any:
         panel.errorbar(x, y, yerr=errors, color=colour, marker=marker, markersize=4.5, linestyle=dash, capsize=3,
                        linewidth=1.6, elinewidth=1, label=name)  # fmt: skip
     panel.axhline(0, color=INK, linewidth=1)
-    panel.set_ylabel("change of the loss from budget 1\n(nats per token)")
+    panel.set_title("loss minus that at budget 1 (nats per token)")
     drawing.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=9.5)
-    panel.set_title("loss")
     if times:
         x = [float(Fraction(row["budget"])) for row in times]
         axes[0][1].plot(x, [row["milliseconds"] for row in times], color=PINK, marker="o", markersize=4.5)
-        axes[0][1].set_ylim(bottom=0)
-        axes[0][1].set_ylabel("milliseconds per generated token")
-        axes[0][1].set_title("time")
+        axes[0][1].set_ylim(0, 1.15 * max(row["milliseconds"] for row in times) or 1)
+        axes[0][1].set_title("milliseconds per generated token")
     for each in axes[0]:
         _budget_axis(each, [row["budget"] for row in numbers["series"]["all tokens"]["rows"]])
     return drawing
@@ -212,7 +249,7 @@ def scores(numbers: Numbers) -> Any:
     panel.set_xlim(-0.6, len(layers) - 0.4)
     panel.grid(axis="x", visible=False)
     panel.legend(frameon=False)
-    panel.set_title("dot: median; thick: middle half; thin: 5 % to 95 %")
+    panel.set_title("dot: median; thick: middle half; thin: 5% to 95%")
     return drawing
 
 

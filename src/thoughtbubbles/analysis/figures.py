@@ -7,7 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from thoughtbubbles.analysis import attention, dial, drawings, fates, future, kinds, places, uncertainty, writes
+from thoughtbubbles.analysis import attention, dial, drawings, fates, future, kinds, leaks, places, uncertainty, writes
+from thoughtbubbles.analysis.audit import Audit, audit
 from thoughtbubbles.analysis.draw import Figure
 from thoughtbubbles.analysis.html import token_text
 from thoughtbubbles.analysis.sample import Sample
@@ -79,6 +80,8 @@ def all_figures(job: Job) -> Iterator[Figure]:
     yield dial_figure(job)
     yield gain_figure(job)
     yield future_figure(job)
+    if int(job.sample.windows.lengths.max()) > 1:  # a single token has no tokens after it
+        yield leak_figure(job)
 
 
 def _map(found: Trace, *, name: str, title: str, note: str) -> Figure:
@@ -199,6 +202,22 @@ def future_figure(job: Job) -> Figure:
     return _figure(
         job, "future", "Does it need the future?", numbers, future.sentence(numbers), drawings.future,
         f"Each dot is a document, or the part of it in one window; {numbers['tokens']:,} tokens.",
+    )  # fmt: skip
+
+
+def leak_figure(job: Job) -> Figure:
+    model = leaks.in_float64(job.model)
+    ids = None if job.sample.is_own else leaks.same_length(job.sample.rows)  # None: that of `thoughtbubbles audit`
+
+    def work(rule: str) -> Audit:
+        return audit(model, ids, tokenizer=job.tokenizer, selection=rule, rows=leaks.ROWS)
+
+    numbers = leaks.numbers(list(job.each("leak audit", [*leaks.RULES], work)), own=job.model.config.selection)
+    return _figure(
+        job, "leak-audit", "Do predictions depend on later tokens?", numbers, leaks.sentence(numbers), drawings.leaks,
+        f"{numbers['rows']} rows of {numbers['tokens']} tokens in {numbers['dtype']}, with the budget of the model, "
+        f"{numbers['budget']}. At {numbers['cuts']} positions of each row all tokens from there on are replaced, and "
+        "predictions before it are compared. Moved: any log-probability changed. log p: of the true next token.",
     )  # fmt: skip
 
 

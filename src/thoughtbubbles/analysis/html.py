@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from thoughtbubbles.analysis.draw import BLUE, EMPTY, FAINT, GRID, INK, PAPER, Figure
+from thoughtbubbles.analysis.draw import Figure
+from thoughtbubbles.plotting import BLUE, EMPTY, FAINT, GRID, INK, PAPER
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #23272f; --faint: #6b7280; --grid: #e3e6eb;

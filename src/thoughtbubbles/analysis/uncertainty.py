@@ -80,7 +80,7 @@ def sentence(found: Mapping[str, Any]) -> str:
             continue
         shape = "is concave" if fit["c"] < 0 else "is convex"
         inside = "extreme" in fit and min(each["entropy"]) < fit["extreme"] < max(each["entropy"])
-        turn = f", with its turning point at {fit['extreme']:.1f} nats" if inside else ""
+        turn = f", with its turning point at {fit['extreme']:.1f} nats," if inside else ""
         clear = "" if r["low"] > 0 or r["high"] < 0 else ", which is not distinguishable from none"
         parts.append(
             f"Streams per token and the entropy of {name} have a correlation of {r['r']:+.2f} "

@@ -1,1 +1,1 @@
-"""Benchmarks of training speed: cases, a check of correctness, then timings."""
+"""What a model costs, and benchmarks of training speed: cases, a check of correctness, then timings."""

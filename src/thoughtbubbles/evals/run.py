@@ -16,7 +16,7 @@ import torch
 
 from thoughtbubbles.checkpoint import find_model, load, load_tokenizer
 from thoughtbubbles.data.tokenizer import Tokenizer
-from thoughtbubbles.distributed import World
+from thoughtbubbles.distributed import World, joined
 from thoughtbubbles.evals.autoregressive import Windows
 from thoughtbubbles.evals.documents import Benchmark, data_folder, open_benchmark
 from thoughtbubbles.evals.errors import agree
@@ -45,6 +45,15 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.provenance import provenance
 
 Work = Windows | Benchmark
+
+
+def evaluate_command(settings: Evaluation) -> None:
+    """On every rank; exits with 1 if a task could not run."""
+    with joined(settings.device) as world:
+        failed = run(settings, world)["failed"]
+    if failed:  # reported in full above
+        few = f"{len(failed)} of {len(settings.names)} tasks could not run: {', '.join(failed)}"
+        sys.exit(f"thoughtbubbles eval: {few}" if world.is_first else 1)
 
 
 def run(settings: Evaluation, world: World) -> dict[str, Any]:

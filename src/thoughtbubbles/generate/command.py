@@ -168,7 +168,7 @@ def write(
     show_bubbles: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Writes the continuation of the request's prompt, and a summary; `cli.generate` documents the options."""
+    """Writes the continuation of the request's prompt, and a summary; `options.generate` documents the options."""
     device = find_device(device, among=DEVICES)
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"

@@ -32,6 +32,7 @@ from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.generate.show import coloured, legend, streams_per_token
 from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.plotting import BLUE, RED, has_matplotlib, panels, save
 from thoughtbubbles.recipes.showcase import showcase
 from thoughtbubbles.train.config import DataConfig, EvalConfig, LogConfig, OptimConfig, RunConfig, SaveConfig
 
@@ -158,15 +159,12 @@ def _state(lines: list[dict[str, Any]]) -> tuple[int, str]:
 
 def draw(runs: list[Watched], path: Path) -> bool:
     """Training loss (a running mean) and validation loss of both; False without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    return has_matplotlib() and bool(save(lambda: _curves(runs), path))
 
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for run, colour in zip(runs, ("tab:red", "tab:blue"), strict=True):
+
+def _curves(runs: list[Watched]) -> Any:
+    figure, ((axes,),) = panels(height=4.5)
+    for run, colour in zip(runs, (RED, BLUE), strict=True):
         lines = run.lines()
         losses = [line["loss"] for line in lines if "loss" in line]
         width = max(1, min(25, len(losses) // 4))
@@ -179,10 +177,7 @@ def draw(runs: list[Watched], path: Path) -> bool:
     axes.set_ylim(top=min(4.0, axes.get_ylim()[1]))
     axes.set_title("Python's own documentation, byte by byte: validation loss (dots) and training loss")
     axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return True
+    return figure
 
 
 def show_sample(run: Watched, console: Console) -> None:

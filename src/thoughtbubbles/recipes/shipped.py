@@ -1,4 +1,4 @@
-"""bubbles-7m, the model that comes with the package, and its plain twin.
+"""bubbles-7m, the model that comes with the package, and its plain counterpart.
 
 Both see the same text in the same order, from the same initial weights: encyclopedia, books, articles, textbooks and
 abstracts, in the 8,192 ids of a vocabulary trained on them (`prepare … --tokenizer bpe`). The model with bubbles draws
@@ -21,7 +21,7 @@ MODEL = ModelConfig(
 )
 FORMS = {
     "": "the model in the package: 2 streams per token, budgets 1 to 4 while training",
-    "-plain": "its plain twin",
+    "-plain": "its plain counterpart",
 }
 
 

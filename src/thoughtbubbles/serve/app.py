@@ -3,7 +3,7 @@
     GET  /                 the page; its scripts and styles are in /static
     GET  /api/models       what can be chosen
     POST /api/trace        {model, text, budget, selection}                    → a trace as JSON, and `truncated`
-    POST /api/attention    the same, and {stage, stream}                       → weights of one stream, by block
+    POST /api/attention    the same, and {stage, stream, head}                 → weights of one stream, by block
     POST /api/generate     {model, text, budget, max_new, temperature, seed}   → one line of JSON per new token
 
 Errors are {"error": one sentence}. A model does one thing at a time, in a worker thread; requests of a client that has
@@ -50,6 +50,7 @@ class TraceRequest(BaseModel, extra="forbid"):
 class AttentionRequest(TraceRequest):
     stage: Annotated[int, Field(ge=0)]
     stream: Annotated[int, Field(ge=0)]
+    head: Annotated[int | None, Field(ge=0)] = None
 
 
 class GenerateRequest(BaseModel, extra="forbid"):
@@ -114,7 +115,8 @@ def create_app(models: Sequence[Served], *, host: str = LOCAL[1]) -> FastAPI:
     @app.post("/api/attention")
     async def attention(asked: AttentionRequest, request: Request) -> dict[str, Any]:
         own = worker(asked.model)
-        return await own.run(request, lambda: own.served.attention(asked.view, stage=asked.stage, stream=asked.stream))
+        where = {"stage": asked.stage, "stream": asked.stream, "head": asked.head}
+        return await own.run(request, lambda: own.served.attention(asked.view, **where))  # type: ignore[arg-type]
 
     @app.post("/api/generate")
     async def generate(asked: GenerateRequest, request: Request) -> StreamingResponse:

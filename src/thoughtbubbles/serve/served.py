@@ -22,7 +22,7 @@ from thoughtbubbles.generate.show import shown
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 TRACES = 24  # kept per model, about a megabyte each
-MOST_ATTENTION = 2 << 30  # bytes of weights while they are computed
+MOST_ATTENTION = 2 << 30  # bytes of weights of all blocks and heads, in float32
 GUESSES = 8  # most likely next tokens per token
 ROUNDED = 6  # decimal places of attention weights
 
@@ -86,17 +86,25 @@ class Served:
             top=min(GUESSES, self.tokenizer.size),
         ), max(0, len(ids) - most)
 
-    def attention(self, view: View, *, stage: int, stream: int) -> dict[str, Any]:
-        """Where one stream attends in each block of its stage: weights of the streams up to it, mean over heads."""
+    def attention(self, view: View, *, stage: int, stream: int, head: int | None = None) -> dict[str, Any]:
+        """Where one stream attends in each block of its stage: weights of the streams up to it.
+
+        head  one head's weights; None: the mean over all heads
+        """
         weights, layers = self._weights(view)
         if stage >= len(layers):
             raise ValueError(f"stage = {stage}: this trace has stages from 0 to {len(layers) - 1}")
+        if head is not None and head >= self.model.config.n_head:
+            raise ValueError(f"head = {head}: this model has heads from 0 to {self.model.config.n_head - 1}")
         ends = [*layers[1:], len(weights)]
         blocks = range(layers[stage], ends[stage])
-        if blocks and stream >= (n := len(weights[blocks[0]])):
+        if blocks and stream >= (n := weights[blocks[0]].shape[1]):
             raise ValueError(f"stream = {stream}: this stage has streams from 0 to {n - 1}")
-        rows = [[round(w, ROUNDED) for w in weights[block][stream, : stream + 1].tolist()] for block in blocks]
+        of_heads = [weights[block][:, stream, : stream + 1] for block in blocks]
+        chosen = [each.mean(0) if head is None else each[head] for each in of_heads]
+        rows = [[round(weight, ROUNDED) for weight in row.tolist()] for row in chosen]
         return {
+            "head": head,
             "stage": stage,
             "stream": stream,
             "blocks": [{"block": block, "weights": row} for block, row in zip(blocks, rows, strict=True)],
@@ -111,7 +119,7 @@ class Served:
             self._check_size([len(stage["streams"]) for stage in plain["stages"]], layers)
             found, _ = self._traced(view, attention=True)
             assert found.attention is not None
-            self._attention = view, [weights.float().mean(0) for weights in found.attention], layers
+            self._attention = view, [weights.float() for weights in found.attention], layers
         return self._attention[1], self._attention[2]
 
     def _check_size(self, streams: Sequence[int], layers: Sequence[int]) -> None:

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from rich.console import Console
 from rich.table import Table
+from tyro.extras import literal_type_from_choices
 
 from thoughtbubbles.data.shards import read_index
 from thoughtbubbles.evals.documents import VARIABLE, data_folder, find_files
@@ -32,9 +33,7 @@ from thoughtbubbles.recipes.reproduce.row import (
 
 
 def reproduce(
-    name: Annotated[
-        Literal["long", "long-sweep", "short", "scarce", "laptop", "all"], tyro.conf.arg(metavar="PROTOCOL")
-    ],
+    name: Annotated[str, tyro.conf.arg(metavar="PROTOCOL", constructor=literal_type_from_choices([*PROTOCOLS, "all"]))],
     /,
     *,
     data: Path | None = None,

@@ -4,27 +4,24 @@ Drawings differ a little between versions of matplotlib, so each carries the che
 again only if that changes.
 """
 
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from thoughtbubbles.files import write_atomically
+from thoughtbubbles.plotting import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, checksum, has_matplotlib, panels, save
 from thoughtbubbles.recipes.reproduce.figures import Figure, Series
 
-STYLE = 1  # counts changes to the drawings
-SIZE, DPI = (8, 4.5), 120
-INK, GRID = "#23272F", "#E3E6EB"
-# Okabe and Ito's colours, which people with any colour vision can tell apart, and a marker for each.
-LOOKS = {
+STYLE = 2  # counts changes to the drawings
+LOOKS = {  # colour and marker
     "plain": ("#000000", "o"),
-    "r1": ("#E69F00", "s"),
-    "r2": ("#0072B2", "D"),
-    "r4": ("#56B4E9", "d"),
-    "block": ("#D55E00", "^"),
-    "head-gate": ("#009E73", "v"),
-    "all-forked": ("#CC79A7", "P"),
+    "r1": (ORANGE, "s"),
+    "r2": (BLUE, "D"),
+    "r4": (SKY, "d"),
+    "block": (RED, "^"),
+    "head-gate": (GREEN, "v"),
+    "all-forked": (PINK, "P"),
     "copy-3": ("#8A6D3B", "X"),
     "wider": ("#6E6E6E", "<"),
     "longer": ("#9A9A9A", ">"),
@@ -34,8 +31,8 @@ OTHER = ("#5B4B8A", "*")
 NEAR = 0.1  # of the width: points closer than that share a column of names
 
 
-def checksum(figure: Figure) -> str:
-    return f"numbers {zlib.crc32(figure.as_json().encode()):08x}, style {STYLE}"
+def description(figure: Figure) -> str:
+    return f"{checksum(figure.as_json())}, style {STYLE}"
 
 
 def is_current(figure: Figure, folder: Path) -> bool:
@@ -44,7 +41,7 @@ def is_current(figure: Figure, folder: Path) -> bool:
     return (
         numbers.is_file()
         and numbers.read_text(encoding="utf-8") == figure.as_json()
-        and all(path.is_file() and checksum(figure).encode() in path.read_bytes() for path in drawings)
+        and all(path.is_file() and description(figure).encode() in path.read_bytes() for path in drawings)
     )
 
 
@@ -58,43 +55,15 @@ def write_figure(figure: Figure, folder: Path) -> list[Path]:
     return [numbers, *draw(figure, folder)]
 
 
-def has_matplotlib() -> bool:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def draw(figure: Figure, folder: Path) -> list[Path]:
-    if not has_matplotlib():
-        return []
-    import matplotlib
+    def drawing() -> Any:
+        found, axes = panels(height=4.5)
+        axes[0][0].set(title=figure.title, xlabel=figure.x, ylabel=figure.y)
+        (draw_lines if figure.kind == "lines" else draw_points)(axes[0][0], figure)
+        return found
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    style: dict[Any, Any] = {"font.size": 10, "svg.hashsalt": figure.name, "svg.fonttype": "none"}
-    with plt.rc_context(style):
-        drawing, axes = plt.subplots(figsize=SIZE, layout="constrained")
-        frame(axes, figure)
-        (draw_lines if figure.kind == "lines" else draw_points)(axes, figure)
-        paths = [folder / f"{figure.name}.{kind}" for kind in ("png", "svg")]
-        for path in paths:
-            metadata = {"Description": checksum(figure), **({"Date": None} if path.suffix == ".svg" else {})}
-            drawing.savefig(path, dpi=DPI, metadata=metadata)
-        plt.close(drawing)
-    return paths
-
-
-def frame(axes: Any, figure: Figure) -> None:
-    axes.set_title(figure.title, loc="left", color=INK, fontsize=11)
-    axes.set_xlabel(figure.x, color=INK)
-    axes.set_ylabel(figure.y, color=INK)
-    axes.grid(True, color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK)
+    paths = [folder / f"{figure.name}.{kind}" for kind in ("png", "svg")]
+    return save(drawing, *paths, description=description(figure)) if has_matplotlib() else []
 
 
 def look(row: str) -> tuple[str, str]:

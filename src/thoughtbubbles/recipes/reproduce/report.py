@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from thoughtbubbles.files import check_folder, write_atomically
+from thoughtbubbles.plotting import has_matplotlib
 from thoughtbubbles.recipes.reproduce.answers import answers
 from thoughtbubbles.recipes.reproduce.figures import Figure, figures
-from thoughtbubbles.recipes.reproduce.plots import has_matplotlib, write_figure
+from thoughtbubbles.recipes.reproduce.plots import write_figure
 from thoughtbubbles.recipes.reproduce.records import Evidence, read_evidence
 from thoughtbubbles.recipes.reproduce.sentences import evidence_line
 from thoughtbubbles.recipes.reproduce.tables import (

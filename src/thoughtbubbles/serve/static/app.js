@@ -194,7 +194,7 @@ export class App {
     const pinned = token === this.state.token && pane === this.panes[this.state.active];
     const place = pinned ? this.state.stream : null;
     this.inspector.show({ pane, token, place, difference: this.between?.[token], compare: this.state.compare });
-    this.look.at(pane, this.inspector.pointed, this.state.block);
+    this.look.at(pane, this.inspector.pointed, this.state);
   }
 
   /** A stream that is hovered, in the text or in the inspector; null: none any more. */
@@ -209,7 +209,7 @@ export class App {
       find("#inspector").classList.add("open");
     }
     this.inspector.point(index);
-    this.look.at(pane, index, this.state.block);
+    this.look.at(pane, index, this.state);
   }
 
   placed(pane) {
@@ -229,13 +229,19 @@ export class App {
     this.inspector.view.place = place;
     for (const each of this.panes) each.tokens.choose(each === pane ? token : null);
     this.inspector.point(this.inspector.streams[Math.min(place, this.inspector.streams.length - 1)]);
-    this.look.at(pane, this.inspector.pointed, this.state.block);
+    this.look.at(pane, this.inspector.pointed, this.state);
   }
 
   block(block) {
     this.state.block = block;
     this.save();
     this.look.choose(block);
+  }
+
+  head(head) {
+    this.state.head = head;
+    this.save();
+    this.look.at(this.inspector.view.pane, this.inspector.pointed, this.state);
   }
 
   back() {

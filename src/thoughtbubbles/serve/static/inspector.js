@@ -4,9 +4,10 @@ import { bar, el, segments } from "./dom.js";
 import { named, nats, percent, placeName, plural, score, signed, stageName, tidy } from "./words.js";
 
 const TARGETS = 6;
+const FEW_HEADS = 6;
 
 export class Inspector {
-  /** `app`: stream(pane, index) on hover and focus, pin(place), block(number), back(). */
+  /** `app`: stream(pane, index) on hover and focus, pin(place), block(number), head(number or null), back(). */
   constructor(root, app) {
     this.root = root;
     this.app = app;
@@ -35,7 +36,7 @@ export class Inspector {
       ...this.#dropped(),
       this.#title("Line of descent", ""),
       this.descent,
-      this.#title("Where it attends", "mean over heads"),
+      this.#title("Where it attends", ""),
       this.attention,
       this.#title("Next token", `entropy ${nats(lineage.tokens[token].entropy)} nats`),
       this.#guesses(),
@@ -124,22 +125,41 @@ export class Inspector {
     return el("li", { class: index === null ? "later end" : "later" }, el("b", {}, stageName(lineage.stages, stage)), ` ${what}${more}`, el("small", {}, value));
   }
 
-  /** `found`: null while it is computed, a text if it cannot be, or {blocks, block}. */
+  /** `found`: null while it is computed, a text if it cannot be, or {blocks, block, head, heads}. */
   showAttention(found) {
-    if (found === null || typeof found === "string") {
-      this.attention.replaceChildren(el("p", { class: "quiet" }, found ?? "Computing attention…"));
+    if (found === null) {
+      const waiting = el("p", { class: "quiet" }, "Computing attention…");
+      this.attention.querySelector(".bars, p")?.remove(); // the choosers stay, and keep the focus
+      this.attention.append(waiting);
+      return;
+    }
+    if (typeof found === "string") {
+      this.attention.replaceChildren(el("p", { class: "quiet" }, found));
       return;
     }
     if (!found.blocks.length) {
       this.attention.replaceChildren(el("p", { class: "quiet" }, "No block between these fork layers."));
       return;
     }
-    const options = found.blocks.map(({ block }) => [String(block), String(block), `Block ${block}`]);
-    const held = this.attention.contains(document.activeElement);
-    const chooser = segments("attention-block", "Block", options, String(found.block), (block) => this.app.block(Number(block)));
-    const weights = found.blocks.find(({ block }) => block === found.block).weights;
-    this.attention.replaceChildren(el("div", { class: "field" }, el("span", {}, "Block"), chooser), this.#targets(weights));
-    if (held) chooser.querySelector(":checked")?.focus();
+    const held = this.attention.contains(document.activeElement) ? document.activeElement.name : null;
+    const blocks = found.blocks.map(({ block }) => [String(block), String(block), `Block ${block}`]);
+    const block = segments("attention-block", "Block", blocks, String(found.block), (value) => this.app.block(Number(value)));
+    const weights = found.blocks.find((each) => each.block === found.block).weights;
+    const field = (label, chooser) => el("div", { class: "field" }, el("span", { "aria-hidden": "true" }, label), chooser);
+    this.attention.replaceChildren(field("Block", block), field("Head", this.#heads(found)), this.#targets(weights));
+    if (held) this.attention.querySelector(`[name=${held}]:checked, select[name=${held}]`)?.focus();
+  }
+
+  /** Buttons; a list, if the model has more heads than fit. */
+  #heads({ head, heads }) {
+    const choose = (value) => this.app.head(value === "" ? null : Number(value));
+    const options = [["", "mean", "Mean over all heads"], ...Array.from({ length: heads }, (_, i) => [String(i), String(i), `Head ${i}`])];
+    const chosen = head === null ? "" : String(head);
+    if (heads <= FEW_HEADS) return segments("attention-head", "Head", options, chosen, choose);
+    const list = el("select", { name: "attention-head", "aria-label": "Head" }, ...options.map(([value, text]) => el("option", { value }, text)));
+    list.value = chosen;
+    list.addEventListener("change", () => choose(list.value));
+    return list;
   }
 
   #targets(weights) {

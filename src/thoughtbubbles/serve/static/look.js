@@ -10,10 +10,10 @@ export class Look {
     this.known = new WeakMap(); // by trace, then by stage and stream
   }
 
-  /** `block` null: the stage's last. */
-  at(pane, index, block) {
+  /** `block` null: the stage's last; `head` null, or one that this model does not have: the mean over heads. */
+  at(pane, index, { block, head }) {
     this.leave();
-    this.now = { pane, index, stage: pane.stage, lineage: pane.lineage };
+    this.now = { pane, index, stage: pane.stage, lineage: pane.lineage, head: head < pane.heads ? head : null };
     this.block = block;
     const kept = this.#kept().get(this.#key());
     if (kept) this.#show(kept);
@@ -39,7 +39,7 @@ export class Look {
     this.found = null;
   }
 
-  #key = () => `${this.now.stage}:${this.now.index}`;
+  #key = () => `${this.now.stage}:${this.now.index}:${this.now.head}`;
 
   #kept() {
     if (!this.known.has(this.now.lineage)) this.known.set(this.now.lineage, new Map());
@@ -47,14 +47,14 @@ export class Look {
   }
 
   #ask() {
-    const { pane, stage, index } = this.now;
+    const { pane, stage, index, head } = this.now;
     pane.dots.mark(pane.lineage.lines[stage][index]);
     this.inspector.showAttention(null);
     this.abort = new AbortController();
     const { signal } = this.abort;
     this.timer = setTimeout(async () => {
       try {
-        const found = await api.attention({ ...pane.asked, stage, stream: index }, signal);
+        const found = await api.attention({ ...pane.asked, stage, stream: index, head }, signal);
         if (signal.aborted) return;
         this.#kept().set(this.#key(), found);
         this.#show(found);
@@ -69,7 +69,7 @@ export class Look {
     this.found = found;
     const blocks = found.blocks.map((each) => each.block);
     const block = blocks.includes(this.block) ? this.block : blocks.at(-1);
-    this.inspector.showAttention({ blocks: found.blocks, block });
+    this.inspector.showAttention({ blocks: found.blocks, block, head: found.head, heads: pane.heads });
     pane.dots.mark(lineage.lines[stage][index]);
     const weights = found.blocks.find((each) => each.block === block)?.weights;
     if (weights) pane.dots.attend(lineage, stage, index, weights, pane.anchors);

@@ -15,6 +15,7 @@ export class Pane {
   /** `app`: changed(pane, settings), traced(pane), choose(pane, token, by), hover(pane, token), stream(pane, index), enter(). */
   constructor(letter, models, app) {
     this.letter = letter;
+    this.models = models;
     this.app = app;
     this.lineage = null;
     this.stage = null;
@@ -37,6 +38,10 @@ export class Pane {
     this.dots.root.addEventListener("mouseleave", () => app.stream(this, null));
     this.dots.root.addEventListener("click", (event) => this.#clickDot(event));
     new ResizeObserver(() => this.place()).observe(this.tokens.root);
+  }
+
+  get heads() {
+    return this.models.find(({ name }) => name === this.asked.model)?.n_head ?? 0;
   }
 
   /** Asks for the trace of a text; a newer request takes the place of an older one. */

@@ -19,6 +19,7 @@ export function initial() {
     token: null,
     stream: null, // in the chosen token's bubble, as its place
     block: null, // null: the stage's last
+    head: null, // null: the mean over heads
     active: 0, // the pane whose token is inspected
     temperature: 0.8,
     length: 64,
@@ -49,6 +50,7 @@ export function sane(given) {
     token: whole(given.token),
     stream: whole(given.stream),
     block: whole(given.block),
+    head: whole(given.head),
     active: given.active === 1 && given.compare === true ? 1 : 0,
     temperature: number(given.temperature, 0, 2) ?? state.temperature,
     length: whole(given.length) || state.length,
