@@ -14,7 +14,7 @@ from thoughtbubbles.recipes.reproduce.figures import figures
 from thoughtbubbles.recipes.reproduce.plots import is_current, spread
 from thoughtbubbles.recipes.reproduce.records import gpu_seconds, read_evidence, read_protocol
 from thoughtbubbles.recipes.reproduce.report import SECTIONS, rendered, write_report
-from thoughtbubbles.recipes.reproduce.sentences import sentence
+from thoughtbubbles.recipes.reproduce.sentences import evidence_line, sentence
 from thoughtbubbles.recipes.reproduce.tables import (
     autoregressive_table,
     forks_table,
@@ -220,6 +220,12 @@ def test_answers_from_three_seeds(tmp_path):
     assert "Forks in addition to it: between `r2` and `r1` there is no difference that we can measure" in parts
     assert "(−0.0117 ± 0.0033 nats per token, 3 seeds)" in parts  # 3.5 errors, but 4.3 are needed with three seeds
     assert "a sigmoid per head: Not measured yet: needs row `head-gate` of `long`." in parts
+
+
+def test_the_line_of_the_readme_before_forks_are_measured(tmp_path):
+    records = rows("long", {"plain": [3.0, 3.02], "r1": [2.985, 3.003]})
+    line = evidence_line(read_evidence(write(tmp_path, *records)).results["long"])
+    assert "no forks, `r1` ends 0.0160 ± 0.0010 nats per token below `plain` (2 seeds); with forks: still to" in line
 
 
 def test_gpu_time_is_that_of_the_seed_that_had_the_gpu_to_itself(tmp_path):

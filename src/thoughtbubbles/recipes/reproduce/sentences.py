@@ -57,12 +57,16 @@ def evidence_line(results: Results) -> str:
     """For the README, from the records of `long`."""
     r2, r1 = difference(results, "r2", PLAIN), difference(results, "r1", PLAIN)
     page = f"[results]({PAGE})"
-    if r2 is None or r1 is None:
-        return f"Experiments on what bubbles bring, and which part of it the forks bring, are running; so far: {page}."
+    if r1 is None:
+        return f"Experiments on what bubbles bring, and which part of it the forks bring, are running: {page}."
     size = f"{results.mean(PLAIN, parameters) / 1e6:.1f}M parameters"
     length = f"{results.mean(PLAIN, tokens) / 1e6:,.0f}M training tokens"
+    where = f"At {size} and {length}, against plain GPT:"
+    gate = f"attenuation but no forks, {sentence(r1, 'r1', PLAIN)}"
+    if r2 is None:
+        return f"{where} with scores and {gate}; with forks: still to be run. All rows, seeds and plots: {page}."
     time = f"; `r2` takes {results.ratio('r2', gpu_seconds):.2f} × the GPU time" if results.same_device else ""
     return (
-        f"At {size} and {length}, against plain GPT: with forks, {sentence(r2, 'r2', PLAIN)}; with the same scores and "
-        f"attenuation but no forks, {sentence(r1, 'r1', PLAIN)}{time}. All rows, seeds and plots: {page}."
+        f"{where} with forks, {sentence(r2, 'r2', PLAIN)}; with the same scores and {gate}{time}. "
+        f"All rows, seeds and plots: {page}."
     )
