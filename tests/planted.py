@@ -51,6 +51,8 @@ MODEL = (
     "tests/model/test_oracle.py tests/model/test_selection.py tests/model/test_causality.py tests/model/test_fork.py"
 )
 AUDIT = "tests/analysis/test_audit.py"
+PACKED = "tests/generate/test_packed.py"
+ENGINE = "tests/generate/test_engine.py"
 TRACE = "tests/analysis/test_trace.py"
 DECODE = (
     "tests/generate/test_decode.py tests/generate/test_decode_rows.py tests/generate/test_decode_mistakes.py "
@@ -332,6 +334,24 @@ FAULTS = [
         "tests/interop/test_authors_hostile.py",
     ),
     Fault("data/records.py", "        parts.pop()", "        break", "tests/data"),
+    # Packed reading and the engine
+    Fault(
+        "generate/packed.py", "earlier.sort(-1).values, level)", "earlier.sort(-1).values, level, right=True)", PACKED
+    ),
+    Fault("generate/packed.py", "earlier[:, None] >= level", "earlier[:, None] > level", PACKED),
+    Fault("generate/packed.py", "        n_earlier = 2 * used\n", "        n_earlier = n_earlier\n", PACKED),
+    Fault("generate/packed.py", "number[streams.token], find", "streams.token, find", PACKED),
+    Fault("generate/packed.py", "before=self._before(levels), kept=self.kept", "before=self._before(levels)", PACKED),
+    Fault("generate/cache.py", "            earlier = n\n", "", PACKED),
+    Fault("generate/cache.py", "< n_tokens).sum())  # in the order", "<= n_tokens).sum())  # in the order", PACKED),
+    Fault("generate/engine.py", "return Budget.of(handle._job.budget), tuple", "return Budget.of(1), tuple", ENGINE),
+    Fault("generate/engine.py", "                self._forget(row)\n", "", ENGINE),
+    Fault("generate/engine.py", "uniform(each.seed, handle._job.n_new)", "uniform(each.seed, 0)", ENGINE),
+    Fault("generate/engine.py", "            if n > room:\n                break\n", "", ENGINE),
+    Fault("generate/engine.py", "            if due in begun:\n", "            if False:\n", ENGINE),
+    Fault("generate/engine.py", "            handle._seen[token.id] = True\n", "            pass\n", ENGINE),
+    Fault("recipes/reproduce/records.py", "/ max(tokens(each)", "/ min(tokens(each)", "tests/recipes/test_report.py"),
+    Fault("serve/served.py", "else each[head] for each", "else each[0] for each", "tests/serve/test_watch_api.py"),
     # Looking inside; the first two make the causal rule look ahead
     Fault(
         "model/selection.py",
@@ -341,7 +361,7 @@ FAULTS = [
     ),
     Fault(
         "model/selection.py",
-        "quota = torch.diff(kept_up_to, prepend=kept_up_to.new_zeros(batch, 1))",
+        "quota = torch.diff(kept_up_to, prepend=kept_up_to.new_zeros(batch, 1) if kept is None else kept[:, None])",
         "quota = torch.diff(kept_up_to, append=cap[:, -1:].expand(batch, 1))",
         AUDIT,
     ),

@@ -173,12 +173,32 @@ def test_pictures_of_a_guide(guide, folder):
             assert json.loads(content)["sentence"] in page, path.name
 
 
+def script(name: str) -> Any:
+    """A script of docs/figures as a module."""
+    spec = importlib.util.spec_from_file_location(f"figures_{name}", ROOT / "docs" / "figures" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_of_another_style_are_noticed(monkeypatch):
+    pictures = script("pictures")
+    assert pictures.check() is None
+    monkeypatch.setattr(pictures, "STYLE", pictures.STYLE + 1)
+    assert all(name in pictures.check() for name in pictures.FIGURES)
+
+
+def test_without_a_page_there_are_no_pictures_of_it(monkeypatch):
+    pictures = script("pictures")
+    monkeypatch.setattr(sys, "executable", "false")  # a program that prints nothing and fails
+    with pytest.raises(SystemExit, match="watch did not start"), pictures.server():
+        pass
+
+
 def test_the_figure_follows_our_rules():
     """The drawing script has no dependencies, so it implements selection itself: its survivors must be ours."""
-    spec = importlib.util.spec_from_file_location("method_figure", ROOT / "docs" / "figures" / "method.py")
-    figure = importlib.util.module_from_spec(spec)
-    sys.modules["method_figure"] = figure  # its dataclass looks itself up there
-    spec.loader.exec_module(figure)
+    figure = script("method")
     streams = [figure.Stream(k) for k in range(len(figure.TOKENS))]
     for scores in (figure.SCORES_1, figure.SCORES_2):
         row = figure.candidates(streams, scores)

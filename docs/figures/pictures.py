@@ -7,13 +7,14 @@ python docs/figures/pictures.py --draw            draw inside/ from the numbers 
 python docs/figures/pictures.py --check           exit 1 if a figure was not drawn from its numbers, or one is missing
 
 All show the model in the package. A drawing differs a little between versions of matplotlib, so what is compared is a
-checksum of its numbers, which it carries.
+checksum of its numbers and the number of its style, which it carries.
 """
 
 import argparse
 import base64
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from thoughtbubbles.analysis import drawings
+from thoughtbubbles.analysis.draw import STYLE, description
 from thoughtbubbles.plotting import checksum, save
 
 HERE = Path(__file__).parent
@@ -39,6 +41,7 @@ FIGURES: dict[str, Callable[[Any], Any]] = {  # as PNG where the SVG is large
     "dial.svg": drawings.dial,
     "leak-audit.svg": drawings.leaks,
 }
+# “A story”, an example in serve/static/state.js.
 STORY = "The old lighthouse keeper wrote the names of the passing ships into a book. One winter night, when the lamp "
 STORY += "went out, he lit a fire on the rocks."
 DESKTOP, PHONE = {"width": 1280, "height": 1000}, {"width": 390, "height": 844}
@@ -74,7 +77,7 @@ def draw() -> None:
         path = INSIDE / name
         text = path.with_suffix(".json").read_text(encoding="utf-8")
         numbers = json.loads(text)
-        save(partial(figure, numbers), path, description=f"{numbers['sentence']} ({checksum(text)})")
+        save(partial(figure, numbers), path, description=description(numbers["sentence"], text))
         if path.suffix == ".png":
             reduce_colours(path)
 
@@ -106,7 +109,10 @@ def server() -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield process.stdout.readline().split()[2]
+            address = re.search(r"http://\S+", process.stdout.readline())
+            if address is None:
+                sys.exit("thoughtbubbles watch did not start, so there are no screenshots")
+            yield address[0]
         finally:
             process.send_signal(signal.SIGINT)
 
@@ -145,9 +151,10 @@ def check() -> str | None:
     for path in (INSIDE / name for name in FIGURES):
         numbers = path.with_suffix(".json")
         found = path.read_bytes() if path.is_file() and numbers.is_file() else b""
-        if not found or checksum(numbers.read_text(encoding="utf-8")).encode() not in found:
+        if not found or checksum(numbers.read_text(encoding="utf-8"), style=STYLE).encode() not in found:
             stale.append(path.name)
-    return f"missing, or not drawn from their numbers: {', '.join(missing + stale)}" if missing + stale else None
+    wrong = ", ".join(missing + stale)
+    return f"missing, or not drawn from their numbers in this style: {wrong}" if wrong else None
 
 
 def main() -> None:

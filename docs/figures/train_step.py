@@ -3,45 +3,40 @@
     python docs/figures/train_step.py          write the figures beside this file; none where nothing was measured
     python docs/figures/train_step.py --check  exit 1 if a figure was drawn from other numbers, or is missing
 
-A drawing differs a little between versions of matplotlib, so what is compared is a checksum of its numbers, which it
-carries.
+A drawing differs a little between versions of matplotlib, so what is compared is a checksum of its numbers and the
+number of its style, which it carries.
 """
 
 import json
 import sys
-import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from thoughtbubbles.plotting import BLUE, FAINT, INK, PINK, RED, checksum, panels, save
+
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
-PLAIN, BUBBLES, COPIES, STEP, INK = "#2F6DB5", "#C2502E", "#A9AEB8", "#7A50B3", "#23272F"
+STYLE = 1  # counts changes to the drawing
 
 
 def measured(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [case for case in record["cases"] if "error" not in case]
 
 
-def checksum(record: dict[str, Any]) -> str:
-    """Of all that is drawn."""
-    drawn = [record["machine"], record["product_tflops"], measured(record)]
-    return f"numbers {zlib.crc32(json.dumps(drawn).encode()):08x}"
+def description(record: dict[str, Any]) -> str:
+    """With a checksum of all that is drawn."""
+    return checksum(json.dumps([record["machine"], record["product_tflops"], measured(record)]), style=STYLE)
 
 
 def colour(name: str) -> str:
-    return PLAIN if "plain" in name else COPIES if "copy" in name else BUBBLES
+    return BLUE if "plain" in name else FAINT if "copy" in name else RED
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def draw(record: dict[str, Any]) -> Any:
     cases = measured(record)
     names, places = [case["name"] for case in cases], range(len(cases))
-    size = (10, 1.4 + 0.42 * len(cases))
-    figure, (rate, time) = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+    figure, ((rate, time),) = panels(1, 2, width=10, height=1.4 + 0.42 * len(cases), sharey=True)
 
     speeds = [case["forward_backward"]["tflops"] for case in cases]
     bars = rate.barh(places, speeds, color=[colour(name) for name in names])
@@ -60,17 +55,15 @@ def draw(record: dict[str, Any], path: Path) -> None:
     # A step can come out a hair faster than its parts on a noisy machine; then nothing is left to draw for the rest.
     rest = [max(0.0, step - part) for step, part in zip(steps, passes, strict=True)]
     time.barh(places, passes, color=[colour(name) for name in names])
-    ends = time.barh(places, rest, left=passes, color=STEP, label="clipping and AdamW")
+    ends = time.barh(places, rest, left=passes, color=PINK, label="clipping and AdamW")
     time.bar_label(ends, labels=[f" {step:.4g}" for step in steps], fontsize=8, color=INK)
     time.set_xlim(0, 1.12 * max(steps))
     time.set_xlabel("milliseconds per step")
     time.legend(fontsize=8, loc="upper right")
     for panel in (rate, time):
-        panel.grid(axis="x", alpha=0.3)
-        panel.set_axisbelow(True)
+        panel.grid(axis="y", visible=False)
     figure.suptitle(f"One training step, {record['machine']}", fontsize=11)
-    figure.savefig(path, dpi=150, metadata={"Description": checksum(record), "Software": None})
-    plt.close(figure)
+    return figure
 
 
 def main() -> int:
@@ -80,8 +73,8 @@ def main() -> int:
         if record["benchmark"] != "train_step":
             continue
         if sys.argv[1:] != ["--check"]:
-            draw(record, path)
-        elif not path.is_file() or checksum(record).encode() not in path.read_bytes():
+            save(partial(draw, record), path, description=description(record))
+        elif not path.is_file() or description(record).encode() not in path.read_bytes():
             good = False
             print(f"{path.name} is not drawn from {source.name}: run python docs/figures/train_step.py")
     return int(not good)

@@ -48,9 +48,9 @@ def check_matplotlib() -> None:
         raise ValueError("matplotlib is not installed, which draws the figures: pip install 'thoughtbubbles[analysis]'")
 
 
-def checksum(numbers: str) -> str:
-    """To be part of the description of a drawing, which tells what numbers it was made from."""
-    return f"numbers {zlib.crc32(numbers.encode()):08x}"
+def checksum(numbers: str, *, style: int | None = None) -> str:
+    """For the description of a drawing: the numbers it was made from, and a count of changes to how they are drawn."""
+    return f"numbers {zlib.crc32(numbers.encode()):08x}{'' if style is None else f', style {style}'}"
 
 
 def save(draw: Callable[[], Any], *paths: Path, description: str = "") -> list[Path]:

@@ -17,12 +17,14 @@ from thoughtbubbles.analysis.analyze import check_target
 from thoughtbubbles.analysis.html import token_text, whole_characters
 from thoughtbubbles.analysis.sample import as_windows
 from thoughtbubbles.analysis.trace import Stage, Stream, Trace, trace
+from thoughtbubbles.analysis.written import signed
 from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.cli import main
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.evals.autoregressive import Scores
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.provenance import device_name
 
 BYTES = tokenizer("bytes")
 CLOSE = {"abs": 1e-4}  # LayerNorm's eps moves the scores of the hand-made model a little
@@ -209,6 +211,14 @@ def test_correlation_and_its_interval():
     assert uncertainty.correlation([1, 2, 3, 4], [5, 5, 5, 5]) is None
 
 
+def test_signs_in_sentences():
+    x = [0.0, 1.0, 2.0, 3.0, 4.0]
+    falling = uncertainty.sentence(uncertainty.numbers([[1, 2, 1, 0, 1]], {"it": [x]}, size=1))
+    assert "a correlation of −0.45 (95% interval −0.95 to +0.72, 5 groups of 1 tokens)" in falling
+    assert [signed(each) for each in (0.5, -0.5, 0.0, -0.00001)] == ["+0.5000", "−0.5000", "0.0000", "0.0000"]
+    assert [signed(each, ".2g") for each in (-9.7e-5, 0.0)] == ["−9.7e-05", "0"]
+
+
 def test_kinds_of_tokens():
     texts = [
         "The",
@@ -346,18 +356,20 @@ def test_a_later_token_takes_the_place_of_an_earlier_fork():
     causal, block = found["rules"]["causal"], found["rules"]["block"]
     for part in (causal["total"], *causal["by_distance"]):
         assert part["moved"] == part["largest"] == part["largest_any"] == part["mean"] == 0
-    near, far = block["by_distance"]  # cuts 1, 2, 3 in both rows: 6 predictions at distance 1, and 4 + 2 at 2 and 3
-    assert (near["predictions"], far["nearest"], far["farthest"], far["predictions"]) == (6, 2, 3, 6)
+    near, far = block["by_distance"]  # cuts 1, 2, 3 in both rows: 6 comparisons at distance 1, and 4 + 2 at 2 and 3
+    assert (near["label"], near["comparisons"], far["label"], far["comparisons"]) == ("1", 6, "2–3", 6)
     assert (near["moved"], far["moved"], block["total"]["moved"]) == (1, 1, 2)
     for part in (near, far, block["total"]):
         assert part["largest"] == pytest.approx(change, **CLOSE)
         assert part["mean"] == pytest.approx(change / 6, **CLOSE)
         assert part["loss_difference"] == pytest.approx(-change / 6, **CLOSE)
     assert change > 0.5
+    assert (causal["reach"], block["reach"]) == (0, 2)  # b is the second token, and the last change is at the fourth
     first, second = leaks.sentence(found).split(". With ")
-    assert first.startswith("With block selection, the rule of this model, 2 of 12 predictions (16.7%) move")
-    assert "up to 3 tokens before the change" in first
-    assert second.startswith("causal selection none of 12 predictions moves")
+    changing = "changing later tokens moves the prediction in"
+    assert first.startswith(f"With block selection, the rule of this model, {changing} 2 of 12 comparisons (16.7%), ")
+    assert "up to 2 tokens before the change" in first
+    assert second == f"causal selection, {changing} none of 12 comparisons."
 
 
 def test_the_audit_has_rows_of_one_length_in_float64():
@@ -418,7 +430,11 @@ def test_the_command_writes_figures_numbers_and_a_report(checkpoint, plain, tmp_
     rows = json.loads((out / "dial.json").read_text())["series"]["all tokens"]["rows"]
     assert [row["budget"] for row in rows] == ["1", "2", "8"]
     assert len(json.loads((out / "uncertainty.json").read_text())["sources"]) == 2
+    timed = json.loads((out / "dial.json").read_text())
+    assert timed["device"] == device_name("cpu")
+    assert timed["sentence"].endswith(f"as long ({timed['device']}).")
     leak = json.loads((out / "leak-audit.json").read_text())
+    assert leak["note"].endswith(" Text: 48 tokens of text.txt.")
     assert (leak["own"], leak["dtype"], leak["rows"], leak["tokens"]) == ("causal", "float64", 2, 24)
     assert leak["rules"]["causal"]["total"]["largest_any"] == 0
     assert leak["rules"]["block"]["total"]["moved"] > 0
@@ -438,8 +454,9 @@ def test_block_selection_is_scored_from_every_prefix(tmp_path, monkeypatch):
     found = json.loads((tmp_path / "runs" / "analyze-block" / "future.json").read_text())
     assert {"blockwise", "autoregressive", "fixed"} <= set(found["ways"])
     assert "passages that come with the package" in found["text"]
+    assert found["note"].endswith(f" Text: {found['tokens']} tokens of 6 short passages that come with the package.")
     sentence = json.loads((tmp_path / "runs" / "analyze-block" / "leak-audit.json").read_text())["sentence"]
-    assert re.search(r"^With block selection, the rule of this model, [1-9]\d* of", sentence)
+    assert re.search(r"^With block selection, the rule of this model, .* in [1-9]\d* of \d+ comparisons", sentence)
 
 
 @pytest.mark.parametrize(

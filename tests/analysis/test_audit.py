@@ -92,9 +92,11 @@ def test_the_numbers_of_a_known_leak():
     found = audit(predict, torch.zeros(2, 9, dtype=torch.int64), cuts=8)
     kl = 0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75)
     assert (found.rows, found.tokens, found.cuts) == (2, 9, 8)
-    assert found.total.predictions == 2 * sum(range(1, 9))  # every cut once in each row
+    assert found.total.comparisons == 2 * sum(range(1, 9))  # every cut once in each row
+    assert found.reach == 8
     assert [(part.nearest, part.farthest) for part in found.by_distance] == [(1, 1), (2, 3), (4, 7), (8, 8)]
-    assert [part.predictions for part in found.by_distance] == [2 * 8, 2 * (7 + 6), 2 * (5 + 4 + 3 + 2), 2]
+    assert [part.label for part in found.by_distance] == ["1", "2–3", "4–7", "8"]
+    assert [part.comparisons for part in found.by_distance] == [2 * 8, 2 * (7 + 6), 2 * (5 + 4 + 3 + 2), 2]
     for part in (found.total, *found.by_distance):
         assert part.share == 1
         assert part.largest == pytest.approx(math.log(2), abs=SAME_FUNCTION)
@@ -105,16 +107,19 @@ def test_the_numbers_of_a_known_leak():
         assert part.loss_difference == pytest.approx(-math.log(2), abs=SAME_FUNCTION)
 
 
-@pytest.mark.parametrize(("far", "moved"), [(0, [0, 0, 0, 0]), (1, [16, 0, 0, 0]), (3, [12, 24, 0, 0])])
+@pytest.mark.parametrize(
+    ("far", "moved"), [(0, [0, 0, 0, 0]), (1, [16, 0, 0, 0]), (2, [14, 14, 0, 0]), (3, [12, 24, 0, 0])]
+)
 def test_a_leak_is_reported_at_its_distance(far, moved):
     """The last `far` positions of a row have nothing to look at."""
     found = audit(looking_ahead(far), torch.zeros(2, 9, dtype=torch.int64), cuts=8)
     assert [part.moved for part in found.by_distance] == moved
     assert [part.mean_kl > 0 for part in found.by_distance] == [count > 0 for count in moved]
     assert found.leaks == (far > 0)
+    assert found.reach == far
 
 
-def test_the_share_and_the_means_count_all_predictions():
+def test_the_share_and_the_means_count_all_comparisons():
     """One of the two rows leaks: the one whose first token is 1."""
 
     def predict(ids):
@@ -254,7 +259,7 @@ def test_the_shipped_model_does_not_leak(capsys):
     code, out, err = run(capsys, "--rows", "1", "--tokens", "48")
     assert code == 0
     assert "causal selection, r = 2" in out
-    assert "no leak found" in out
+    assert "no leak found (causal selection, r = 2): changing later tokens moves the prediction in none of" in out
     assert "using bubbles-7m" in err
 
 
@@ -271,8 +276,11 @@ def test_block_selection_of_the_shipped_model_leaks(capsys):
     first, second = found["audits"]
     assert (first["budget"], first["leaks"], second["budget"], second["leaks"]) == ("1.5", True, "1", False)
     assert (first["rows"], first["tokens"], first["dtype"], first["tolerance"]) == (2, 48, "float64", 0)
-    assert 0 < first["total"]["moved"] <= first["total"]["predictions"]
-    assert sum(part["predictions"] for part in first["by_distance"]) == first["total"]["predictions"]
+    assert 0 < first["total"]["moved"] <= first["total"]["comparisons"]
+    assert sum(part["comparisons"] for part in first["by_distance"]) == first["total"]["comparisons"]
+    assert f", up to {first['reach']} tokens before the change; log p" in err
+    assert 0 < first["reach"] < 48
+    assert second["reach"] == 0
     assert sum(part["moved"] for part in first["by_distance"]) == first["total"]["moved"]
 
 
@@ -343,7 +351,7 @@ def test_a_bidirectional_model_leaks(capsys, tmp_path):
     transformers.BertLMHeadModel(config).save_pretrained(tmp_path)
     code, out, err = run(capsys, "--checkpoint", str(tmp_path), "--tokens", "16")
     assert code == 1
-    assert "100.0 %" in out
+    assert "100.0%" in out
     assert "leak (no forks)" in err
 
 

@@ -232,7 +232,7 @@ def test_gpu_time_is_that_of_the_seed_that_had_the_gpu_to_itself(tmp_path):
     shared = made_up("long", "plain", 0, 3.0) | {"tokens": 600, "gpu_seconds": 500.0}
     alone = made_up("long", "plain", 1, 3.0) | {"tokens": 400, "gpu_seconds": 160.0}
     results = read_evidence(write(tmp_path, shared, alone)).results["long"]
-    assert results.mean("plain", gpu_seconds) == 200.0  # 500 tokens on average, 2.5 per second
+    assert results.cost("plain", gpu_seconds) == 200.0  # 500 tokens on average, 2.5 per second
 
 
 def test_the_leak_of_block_selection(tmp_path):

@@ -1,4 +1,4 @@
-"""A server with two small models, and a browser, for the tests of the page; skipped where there is none."""
+"""A server with small models, and a browser, for the tests of the page; skipped where there is none."""
 
 import shutil
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def server() -> Iterator["Server"]:
         return Served(name, lively_model(config, seed=seed, dtype=torch.float32).eval(), tokenizer)
 
     others = [small("plain", fork_layers=(), merge="original"), small("bpe", load_tokenizer())]
-    with Server([small("a"), small("b", seed=1), *others]) as running:
+    with Server([small("a"), small("b", seed=1), *others, small("eight heads", n_head=8, width=32)]) as running:
         yield running
 
 

@@ -24,7 +24,7 @@ from starlette.testclient import TestClient
 from thoughtbubbles.serve.app import create_app
 from thoughtbubbles.serve.command import address_of, listen
 from thoughtbubbles.serve.guard import MOST_BYTES
-from thoughtbubbles.serve.served import TRACES, Served, View, open_models
+from thoughtbubbles.serve.served import TRACES, Kept, Served, View, open_models
 
 BYTES = tokenizer("bytes")
 HOST = "http://127.0.0.1"
@@ -121,7 +121,7 @@ def test_attention_of_one_head(client, served):
         ({"stage": 4, "stream": 0}, "stage = 4: this trace has stages from 0 to 3"),
         ({"stage": 0, "stream": 6}, "stream = 6: this stage has streams from 0 to 5"),
         ({"stage": -1, "stream": 0}, "stage: "),
-        ({"stage": 0, "stream": 0, "head": 9}, "head = 9: this model has heads from 0 to "),
+        ({"stage": 0, "stream": 0, "head": 9}, "head = 9: this model has heads from 0 to 2"),
         ({"stage": 0, "stream": 0, "head": -1}, "head: "),
     ],
 )
@@ -129,6 +129,20 @@ def test_attention_of_a_stream_that_is_not_there(client, where, message):
     reply = client.post("/api/attention", json={"text": "abcdef", **where})
     assert reply.status_code == 422
     assert reply.json()["error"].startswith(message)
+
+
+def test_attention_of_the_newest_view_is_kept():
+    """Of one view over all models, without the padding of the model's forward."""
+    kept = Kept()
+    config = small_config(vocab_size=257, block_size=32)
+    one, other = (Served(name, lively_model(config, dtype=torch.float32).eval(), BYTES, kept=kept) for name in "ab")
+    for own, view in ((one, View("abcdef")), (other, View("abcdef")), (other, View("abc")), (one, View("abc"))):
+        own.attention(view, stage=0, stream=0)
+        first = kept.newest
+        assert (first.served, first.view) == (own, view)
+        own.attention(view, stage=1, stream=2, head=1)
+        assert kept.newest is first
+        assert all(block.untyped_storage().nbytes() == 4 * block.numel() for block in first.blocks)
 
 
 def test_attention_that_does_not_fit(client, monkeypatch):
@@ -265,6 +279,9 @@ def test_models_are_opened_by_folder(tmp_path):
         save_model(tmp_path / name / "model", own.model, tokenizer=BYTES)
     found = open_models([tmp_path / "a" / "model", tmp_path / "b" / "model"], device="cpu")
     assert [each.name for each in found] == ["model", "model #2"]
+    for own in found:
+        own.attention(View("ab"), stage=0, stream=0)
+        assert {each._kept.newest.served for each in found} == {own}
     save_model(tmp_path / "c", own.model)
     with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
         open_models([tmp_path / "c"], device="cpu")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from thoughtbubbles.analysis.sample import PASSAGES
@@ -33,15 +33,16 @@ LARGEST_BATCH = 2**24  # numbers in the predictions of a batch
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """How much predictions moved. Changes are in nats, and compare the true future with a false one."""
+    """How much predictions moved, in nats. A comparison is of one prediction, with the true and with a false future; a
+    prediction is compared once for each change after it."""
 
-    predictions: int
+    comparisons: int
     moved: int
-    """Predictions of which any log-probability changed by more than the tolerance."""
+    """Comparisons in which any log-probability changed by more than the tolerance."""
     largest: float
     """Largest |Δ log p| of the true next token."""
     mean: float
-    """Mean |Δ log p| of the true next token, over all predictions."""
+    """Mean |Δ log p| of the true next token, over all comparisons."""
     largest_any: float
     """Largest |Δ log p| of any token of the vocabulary."""
     mean_kl: float
@@ -52,7 +53,7 @@ class Change:
 
     @property
     def share(self) -> float:
-        return self.moved / self.predictions
+        return self.moved / self.comparisons
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,10 @@ class AtDistance(Change):
 
     nearest: int
     farthest: int
+
+    @property
+    def label(self) -> str:
+        return str(self.nearest) if self.nearest == self.farthest else f"{self.nearest}–{self.farthest}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +80,8 @@ class Audit:
     """Per row."""
     cuts: int
     """Changes per row."""
+    reach: int
+    """The largest distance of a prediction that moved; 0 if none did."""
     total: Change
     by_distance: tuple[AtDistance, ...]
 
@@ -90,6 +97,15 @@ class Audit:
     def as_dict(self) -> dict[str, Any]:
         """JSON-serializable."""
         return {"leaks": self.leaks, **asdict(self), "by_distance": [asdict(each) for each in self.by_distance]}
+
+
+def extent(*, moved: int, comparisons: int, reach: int) -> str:
+    """How many predictions moved, and how far from the change, as a part of a sentence."""
+    first = "changing later tokens moves the prediction in"
+    if not moved:
+        return f"{first} none of {comparisons:,} comparisons"
+    distance = f"{reach} token{'s' * (reach != 1)}"
+    return f"{first} {moved:,} of {comparisons:,} comparisons ({moved / comparisons:.1%}), up to {distance} before the change"
 
 
 def audit(
@@ -152,6 +168,7 @@ def audit(
         rows=n_rows,
         tokens=n_tokens,
         cuts=cuts,
+        reach=int((found.distance * found.moved).max()),
         total=Change(**_summary(found, torch.ones_like(found.distance, dtype=torch.bool))),
         by_distance=tuple(_by_distance(found)),
     )
@@ -191,6 +208,10 @@ class Compared(NamedTuple):
     kl: Float[Tensor, "n"]
     dtype: torch.dtype
     tolerance: float
+
+    @property
+    def moved(self) -> Bool[Tensor, "n"]:
+        return self.any_log_p > self.tolerance
 
 
 @torch.no_grad()
@@ -274,8 +295,8 @@ def _of_row(
 def _summary(found: Compared, where: Tensor) -> dict[str, Any]:
     log_p, any_log_p, kl = found.log_p[where], found.any_log_p[where], found.kl[where]
     return {
-        "predictions": len(log_p),
-        "moved": int((any_log_p > found.tolerance).sum()),
+        "comparisons": len(log_p),
+        "moved": int(found.moved[where].sum()),
         "largest": float(log_p.abs().max()),
         "mean": float(log_p.abs().mean()),
         "largest_any": float(any_log_p.max()),

@@ -10,18 +10,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thoughtbubbles.analysis.audit import VERSION, Audit, Change, audit
+from thoughtbubbles.analysis.audit import VERSION, Audit, Change, audit, extent
 from thoughtbubbles.analysis.sample import read_text
 from thoughtbubbles.analysis.subjects import open_model
+from thoughtbubbles.analysis.written import signed
 from thoughtbubbles.distributed import find_device
 from thoughtbubbles.files import short_name
 from thoughtbubbles.generate.command import DEVICES
 
 ROUNDING = 1e-10
 EXPLAINED = (
-    "distance: of a prediction from the first token that was changed. moved: any log-probability changed. log p: of "
-    "the true next token. KL: from the prediction with the true future to that with a false one. loss: with the true "
-    "future minus with a false one, below 0 if knowing the future helps. All in nats."
+    "comparisons: of one prediction, with the true future and with a false one. distance: of a prediction from the "
+    "first token that was changed. moved: any log-probability changed. log p: of the true next token. KL: from the "
+    "prediction with the true future to that with a false one. loss: with the true future minus with a false one, "
+    "below 0 if knowing the future helps. All in nats."
 )
 
 
@@ -90,11 +92,10 @@ def show(name: str, found: Sequence[Audit], *, uses_random_ids: bool) -> None:
 def table(each: Audit, *, title: str) -> Table:
     """Fits in 80 columns."""
     found = Table(title=Text(title))  # as text: a name may have brackets
-    for heading in ("distance", "predic-\ntions", "moved", "largest\n|Δ log p|", "mean KL", "largest\nKL", "Δ loss"):
+    for heading in ("distance", "compari-\nsons", "moved", "largest\n|Δ log p|", "mean KL", "largest\nKL", "Δ loss"):
         found.add_column(heading, justify="right", no_wrap=True)
     for part in each.by_distance:
-        same = part.nearest == part.farthest
-        found.add_row(str(part.nearest) if same else f"{part.nearest}–{part.farthest}", *_cells(part))
+        found.add_row(part.label, *_cells(part))
     found.add_section()
     found.add_row("all", *_cells(each.total))
     return found
@@ -102,19 +103,16 @@ def table(each: Audit, *, title: str) -> Table:
 
 def _cells(part: Change) -> list[str]:
     numbers = (part.largest, part.mean_kl, part.largest_kl)
-    shown = [f"{number:.2g}" for number in numbers] + [f"{part.loss_difference:+.2g}" if part.loss_difference else "0"]
-    return [f"{part.predictions:,}", f"{100 * part.share:.1f} %", *shown]
+    shown = [f"{number:.2g}" for number in numbers]
+    return [f"{part.comparisons:,}", f"{part.share:.1%}", *shown, signed(part.loss_difference, ".2g")]
 
 
 def verdict(each: Audit) -> str:
     total = each.total
+    found = extent(moved=total.moved, comparisons=total.comparisons, reach=each.reach)
     if not each.leaks:
-        return f"no leak found ({each.subject}): none of {total.predictions:,} predictions depends on a later token"
-    reach = max(part.farthest for part in each.by_distance if part.moved)
-    line = (
-        f"leak ({each.subject}): {total.moved:,} of {total.predictions:,} predictions depend on later tokens, up to "
-        f"{reach} tokens away; log p of the next token moves by up to {total.largest:.2g}"
-    )
+        return f"no leak found ({each.subject}): {found}"
+    line = f"leak ({each.subject}): {found}; log p of the next token moves by up to {total.largest:.2g} nats"
     if each.dtype == "float64" and total.largest_any < ROUNDING:
         line += f" (all changes are below {ROUNDING:g}: perhaps rounding that depends on other tokens, as with experts)"
     return line

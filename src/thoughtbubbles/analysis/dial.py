@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thoughtbubbles.analysis.written import plus_minus, signed
 from thoughtbubbles.evals.autoregressive import Scores, error_of_mean
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -81,17 +82,16 @@ def sentence(found: Mapping[str, Any]) -> str:
     if best == "1":
         first = f"The loss is lowest at budget 1, {every['1']['nats']:.4f} nats per token."
     else:
-        error = every[best]["standard_error"]
+        change = f"{signed(every[best]['difference'])}{plus_minus(every[best]['standard_error'])}"
         first = (
-            f"The loss is lowest at budget {best}: {every[best]['nats']:.4f} nats per token, "
-            f"{every[best]['difference']:+.4f}{'' if error is None else f' ± {error:.4f}'} against budget 1."
+            f"The loss is lowest at budget {best}: {every[best]['nats']:.4f} nats per token, {change} against budget 1."
         )
     hard = rows[GROUPS[2]][best]["difference"]
-    first += f" For the tenth of tokens that is hardest on average the difference is {hard:+.4f}." * (best != "1")
+    first += f" For the tenth of tokens that is hardest on average the difference is {signed(hard)}." * (best != "1")
     times = {row["budget"]: row["milliseconds"] for row in found.get("timings", [])}
     if len(times) > 1 and times["1"] > 0:
         first += (
             f" A generated token takes {times['1']:.1f} ms at budget 1 and {times[most]:.1f} ms at budget {most}, "
-            f"{times[most] / times['1']:.2f} × as long."
+            f"{times[most] / times['1']:.2f} × as long ({found['device']})."
         )
     return first

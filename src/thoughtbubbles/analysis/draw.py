@@ -9,6 +9,8 @@ from typing import Any
 from thoughtbubbles.files import write_atomically
 from thoughtbubbles.plotting import FAINT, checksum, save
 
+STYLE = 1  # counts changes to the drawings: raise it, and draw docs/figures/inside again
+
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
@@ -33,9 +35,14 @@ def write(figure: Figure, folder: Path) -> str:
     """Writes NAME.json, NAME.png and NAME.svg; returns the SVG."""
     numbers, png, svg = (folder / f"{figure.name}.{kind}" for kind in ("json", "png", "svg"))
     write_atomically(numbers, [figure.as_json().encode()])
-    description = f"{figure.sentence} ({checksum(figure.as_json())})"
-    save(lambda: figure.draw(figure.numbers), png, svg, description=description)
+    about = description(figure.sentence, figure.as_json())
+    save(lambda: figure.draw(figure.numbers), png, svg, description=about)
     return svg.read_text(encoding="utf-8")
+
+
+def description(sentence: str, numbers: str) -> str:
+    """Of a drawing, for its metadata."""
+    return f"{sentence} ({checksum(numbers, style=STYLE)})"
 
 
 def label_end(axes: Any, x: int, y: float, text: str, colour: str, *, dy: int = 0) -> None:
@@ -52,8 +59,3 @@ def blocks_axis(axes: Any, n_blocks: int, fork_layers: list[int] | None = None) 
     axes.set_xticks(range(0, n_blocks, max(1, -(-n_blocks // 16))))
     for layer in fork_layers or []:
         axes.axvline(layer - 0.5, color=FAINT, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
-
-
-def signed(value: float) -> str:
-    """With four decimals, and never a negative zero."""
-    return f"{round(value, 4) + 0.0:+.4f}" if round(value, 4) else "0.0000"

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from thoughtbubbles.analysis.draw import blocks_axis, label_end, signed
+from thoughtbubbles.analysis.draw import blocks_axis, label_end
 from thoughtbubbles.analysis.places import visible
+from thoughtbubbles.analysis.written import signed
 from thoughtbubbles.plotting import (
     BLUE,
     BRIGHT,
@@ -114,8 +115,10 @@ def uncertainty(numbers: Numbers) -> Any:
             panel.errorbar(each_bin["entropy"], each_bin["streams"], yerr=each_bin["standard_error"] or 0, color=RED,
                            marker="o", markersize=6, capsize=3, zorder=4)  # fmt: skip
         r = each["correlation"]
-        value = "" if r is None else f"\nr = {r['r']:+.2f} ({r['low']:+.2f} to {r['high']:+.2f})".replace("-", "−")
-        panel.set_title(f"entropy of {name}{value}")
+        title = f"entropy of {name}"
+        if r is not None:
+            title += f"\nr = {signed(r['r'], '.2f')} ({signed(r['low'], '.2f')} to {signed(r['high'], '.2f')})"
+        panel.set_title(title)
         panel.set_xlabel(f"mean entropy of {numbers['group']} tokens (nats)")
     axes[0][0].set_ylabel("streams per token")
     return drawing
@@ -143,26 +146,25 @@ def future(numbers: Numbers) -> Any:
 
 
 def leaks(numbers: Numbers) -> Any:
-    """By distance to the change: the share of predictions that move, and how much; 0 has its place on the log axis."""
+    """By distance to the change: how often predictions move, and how much; 0 has its place on the log axis."""
     drawing, axes = panels(1, 2, height=3.9, width=9.0)
     left, right = axes[0]
-    parts = numbers["rules"]["causal"]["by_distance"]
-    ranges = [dict.fromkeys((part["nearest"], part["farthest"])) for part in parts]
     for (rule, found), colour, marker in zip(numbers["rules"].items(), (BLUE, RED), ("o", "s"), strict=True):
         parts, total = found["by_distance"], found["total"]
         moved = f"{total['moved']:,}" if total["moved"] else "none"
-        name = f"{rule} selection: {moved} of {total['predictions']:,} predictions moved"
+        name = f"{rule} selection: moved in {moved} of {total['comparisons']:,} comparisons"
         look = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.6, "clip_on": False, "zorder": 3}
-        left.plot([100 * part["moved"] / part["predictions"] for part in parts], label=name, **look)
+        left.plot([100 * part["moved"] / part["comparisons"] for part in parts], label=name, **look)
         right.plot([part["largest"] for part in parts], **look)
         right.plot([part["mean"] for part in parts], linestyle=(0, (3, 2)), **look | {"markerfacecolor": PAPER})
     left.set_ylim(0, 100)
-    left.set_title("predictions moved (%)")
+    left.set_title("comparisons in which the prediction moved (%)")
     right.set_title("|Δ log p| in nats (solid: largest; dashed: mean)")
     _log_axis_from_0(right, [part[key] for each in numbers["rules"].values() for part in each["by_distance"]
                              for key in ("largest", "mean")])  # fmt: skip
+    labels = [part["label"] for part in numbers["rules"]["causal"]["by_distance"]]
     for panel in (left, right):
-        panel.set_xticks(range(len(ranges)), ["–".join(map(str, each)) for each in ranges], fontsize=9)
+        panel.set_xticks(range(len(labels)), labels, fontsize=9)
         panel.set_xlabel("tokens from the prediction to the first changed token")
     drawing.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=9.5)
     return drawing
@@ -201,7 +203,7 @@ def dial(numbers: Numbers) -> Any:
         x = [float(Fraction(row["budget"])) for row in times]
         axes[0][1].plot(x, [row["milliseconds"] for row in times], color=PINK, marker="o", markersize=4.5)
         axes[0][1].set_ylim(0, 1.15 * max(row["milliseconds"] for row in times) or 1)
-        axes[0][1].set_title("milliseconds per generated token")
+        axes[0][1].set_title(f"milliseconds per generated token\n({numbers['device']})")
     for each in axes[0]:
         _budget_axis(each, [row["budget"] for row in numbers["series"]["all tokens"]["rows"]])
     return drawing
@@ -224,7 +226,7 @@ def _log_axis(panel: Any) -> None:
 
 
 def scores(numbers: Numbers) -> Any:
-    """Median as a dot, the middle half as a thick bar, 5 % to 95 % as a thin one."""
+    """Median as a dot, the middle half as a thick bar, 5% to 95% as a thin one."""
     drawing, axes = panels(height=3.6)
     panel = axes[0][0]
     for shift, name, colour in ((-0.12, "originals", BLUE), (0.12, "forks", ORANGE)):

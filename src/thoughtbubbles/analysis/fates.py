@@ -83,7 +83,7 @@ def _alive(stages: Sequence[Stage]) -> list[tuple[int, int]]:
 
 
 def _counting(traces: Sequence[Trace], index: int) -> dict[str, Any]:
-    """Streams per token after a fork layer, and those with a score above 5 % of the bubble's best."""
+    """Streams per token after a fork layer, and those with a score above 5% of the bubble's best."""
     n_tokens = n_streams = n_effective = 0
     for trace in traces:
         streams = trace.stages[index + 1].streams

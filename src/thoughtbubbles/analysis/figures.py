@@ -19,6 +19,7 @@ from thoughtbubbles.evals.perplexity import perplexity
 from thoughtbubbles.evals.progress import Progress
 from thoughtbubbles.generate.requests import exact_method
 from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.provenance import device_name
 
 ATTENTION = (4, 256)  # windows and tokens of the attention figure: its cost grows with the square
 UNCACHED = (8, 128)  # windows and tokens where every prefix needs a forward
@@ -148,6 +149,7 @@ def attention_figure(job: Job) -> Figure:
     return _figure(
         job, "attention", "Who looks at whom", numbers, attention.sentence(numbers), drawings.attention,
         "A fork is left of its original, and attention looks to the left only: a fork never sees its own original.",
+        n_tokens=part.n_tokens,
     )  # fmt: skip
 
 
@@ -163,6 +165,7 @@ def fate_figures(job: Job) -> Iterator[Figure]:
         job, "writes", "What the blocks write", numbers, writes.sentence(numbers), drawings.writes,
         "Mean norm over all streams of what a block computes (before) and of what it adds to the residual, multiplied "
         "by the stream's score (after). Dashed: fork layers.",
+        n_tokens=part.n_tokens,
     )  # fmt: skip
 
 
@@ -170,6 +173,7 @@ def dial_figure(job: Job) -> Figure:
     numbers = dial.numbers(job.scores, own=job.own_budget)
     timed = job.each("speed at all budgets", job.budgets, lambda r: dial.timing(job.model, job.sample.rows[0], r))
     numbers["timings"] = [each for each in timed if each is not None]
+    numbers["device"] = device_name(job.model.embedding.weight.device)
     return _figure(
         job, "dial", "The thinking dial", numbers, dial.sentence(numbers), drawings.dial,
         "Bars: standard error of the paired difference over windows. Tokens chosen for being hard at budget 1 look "
@@ -201,13 +205,14 @@ def future_figure(job: Job) -> Figure:
     numbers = future.numbers(job.model.config, scores, part, vocab_size=size, end_of_text=end)
     return _figure(
         job, "future", "Does it need the future?", numbers, future.sentence(numbers), drawings.future,
-        f"Each dot is a document, or the part of it in one window; {numbers['tokens']:,} tokens.",
+        "Each dot is a document, or the part of it in one window.", n_tokens=numbers["tokens"],
     )  # fmt: skip
 
 
 def leak_figure(job: Job) -> Figure:
     model = leaks.in_float64(job.model)
-    ids = None if job.sample.is_own else leaks.same_length(job.sample.rows)  # None: that of `thoughtbubbles audit`
+    # None: the passages as one text, as in `thoughtbubbles audit`, which has the same numbers.
+    ids = None if job.sample.is_own else leaks.same_length(job.sample.rows)
 
     def work(rule: str) -> Audit:
         return audit(model, ids, tokenizer=job.tokenizer, selection=rule, rows=leaks.ROWS)
@@ -217,15 +222,17 @@ def leak_figure(job: Job) -> Figure:
         job, "leak-audit", "Do predictions depend on later tokens?", numbers, leaks.sentence(numbers), drawings.leaks,
         f"{numbers['rows']} rows of {numbers['tokens']} tokens in {numbers['dtype']}, with the budget of the model, "
         f"{numbers['budget']}. At {numbers['cuts']} positions of each row all tokens from there on are replaced, and "
-        "predictions before it are compared. Moved: any log-probability changed. log p: of the true next token.",
+        "each prediction before is compared. Moved: any log-probability changed. log p: of the true next token.",
+        n_tokens=numbers["rows"] * numbers["tokens"],
     )  # fmt: skip
 
 
 def _figure(
-    job: Job, name: str, title: str, numbers: Mapping[str, Any], sentence: str, draw: Callable[..., Any], note: str
-) -> Figure:
-    """With the text it was made from."""
-    note = f"{note} Text: {job.sample.name}, {job.sample.n_tokens:,} tokens.".strip()
+    job: Job, name: str, title: str, numbers: Mapping[str, Any], sentence: str, draw: Callable[..., Any], note: str, *,
+    n_tokens: int | None = None,
+) -> Figure:  # fmt: skip
+    """With the text it was made from: all of it, or so many tokens."""
+    note = f"{note} Text: {n_tokens or job.sample.n_tokens:,} tokens of {job.sample.name}.".strip()
     return Figure(
         name=name, title=title, numbers={"text": job.sample.name, **numbers}, sentence=sentence, draw=draw, note=note
     )

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thoughtbubbles.analysis.draw import signed
+from thoughtbubbles.analysis.written import plus_minus, signed
 from thoughtbubbles.evals.autoregressive import Scores, Windows
 from thoughtbubbles.evals.perplexity import describe, differences
 from thoughtbubbles.model.config import ModelConfig
@@ -49,7 +49,6 @@ def sentence(found: Mapping[str, Any]) -> str:
         if name == "blockwise":
             continue
         gap = found["differences"][f"{name} - blockwise"]
-        error = "" if gap["standard_error"] is None else f" ± {gap['standard_error']:.4f}"
         if gap["largest"] < 1e-3:
             parts.append(
                 f"{way['title'].capitalize()}, the loss is the same as in one parallel forward "
@@ -58,8 +57,8 @@ def sentence(found: Mapping[str, Any]) -> str:
             )
         else:
             parts.append(
-                f"{way['title'].capitalize()}: {way['nats']:.4f} nats per token, {signed(gap['mean'])}{error} against "
-                "one parallel forward."
+                f"{way['title'].capitalize()}: {way['nats']:.4f} nats per token, {signed(gap['mean'])}"
+                f"{plus_minus(gap['standard_error'])} against one parallel forward."
             )
     parts += [f"A {name} budget {why}." for name, why in found["missing"].items()]
     return " ".join(parts)

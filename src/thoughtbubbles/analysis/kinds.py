@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from thoughtbubbles.analysis.trace import Trace
+from thoughtbubbles.analysis.written import plus_minus, signed
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.evals.autoregressive import Scores, error_of_mean
 from thoughtbubbles.evals.metrics import mean_and_error
@@ -137,8 +138,8 @@ def gain_sentence(numbers: Mapping[str, Any]) -> str:
     error = every["standard_error"]
     first = (
         f"With its budget of {numbers['budget']} the model has a loss of {every['with_forks']:.3f} nats per token, "
-        f"with forks cut away {every['without']:.3f}: a difference of {every['difference']:+.4f}"
-        f"{'' if error is None else f' ± {error:.4f}'}."
+        f"with forks cut away {every['without']:.3f}: a difference of "
+        f"{signed(every['difference'])}{plus_minus(error)}."
     )
     if error is None:
         return f"{first} One window is too little to say how certain that is."
@@ -150,7 +151,5 @@ def gain_sentence(numbers: Mapping[str, Any]) -> str:
     if not clear:
         return f"{first} For no kind of token is the difference larger than two standard errors."
     strongest = max(clear, key=lambda kind: abs(clear[kind]["difference"]))
-    return (
-        f"{first} The largest clear change is at “{strongest}”, by {clear[strongest]['difference']:+.4f} "
-        f"± {clear[strongest]['standard_error']:.4f}."
-    )
+    change = f"{signed(clear[strongest]['difference'])}{plus_minus(clear[strongest]['standard_error'])}"
+    return f"{first} The largest clear change is at “{strongest}”, by {change}."

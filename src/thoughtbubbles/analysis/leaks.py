@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from thoughtbubbles.analysis.audit import TOKENS, Audit
+from thoughtbubbles.analysis.audit import TOKENS, Audit, extent
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 RULES = ("causal", "block")
@@ -31,9 +32,13 @@ def numbers(audits: Sequence[Audit], *, own: str) -> dict[str, Any]:
     about = {name: getattr(first, name) for name in ("budget", "dtype", "tolerance", "rows", "tokens", "cuts")}
     rules = {}
     for each in audits:
-        found = each.as_dict()
         assert each.selection is not None
-        rules[each.selection] = {name: found[name] for name in ("leaks", "total", "by_distance")}
+        rules[each.selection] = {
+            "leaks": each.leaks,
+            "reach": each.reach,
+            "total": asdict(each.total),
+            "by_distance": [{"label": part.label, **asdict(part)} for part in each.by_distance],
+        }
     return {"own": own, **about, "rules": rules}
 
 
@@ -45,13 +50,11 @@ def sentence(found: Mapping[str, Any]) -> str:
 
 def _of_rule(rule: str, found: Mapping[str, Any], *, is_own: bool) -> str:
     total = found["total"]
-    name = f"With {rule} selection{', the rule of this model,' if is_own else ''}"
+    name = f"With {rule} selection{', the rule of this model' * is_own}"
+    line = f"{name}, {extent(moved=total['moved'], comparisons=total['comparisons'], reach=found['reach'])}"
     if not found["leaks"]:
-        return f"{name} none of {total['predictions']:,} predictions moves when the tokens after it are changed."
-    reach = max(part["farthest"] for part in found["by_distance"] if part["moved"])
+        return f"{line}."
     return (
-        f"{name} {total['moved']:,} of {total['predictions']:,} predictions "
-        f"({total['moved'] / total['predictions']:.1%}) move when the tokens after them are changed, up to {reach} "
-        f"tokens before the change; log p of the next token moves by up to {total['largest']:.2g} nats, and by "
-        f"{total['mean']:.2g} on average."
+        f"{line}; log p of the next token moves by up to {total['largest']:.2g} nats, and by {total['mean']:.2g} on "
+        "average."
     )

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from thoughtbubbles.analysis.written import signed
 from thoughtbubbles.evals.metrics import mean_and_error
 
 GROUP = 4  # tokens
 BINS = 8
-Z = 1.959963984540054  # of a two-sided 95 % interval
+Z = 1.959963984540054  # of a two-sided 95% interval
 Values = Sequence[int | float]
 
 
@@ -23,7 +24,7 @@ def groups(values: Values, *, size: int = GROUP) -> list[float]:
 
 
 def correlation(x: Values, y: Values) -> dict[str, float] | None:
-    """Pearson's r with its 95 % interval by Fisher's z; None for fewer than 4 points or without variation."""
+    """Pearson's r with its 95% interval by Fisher's z; None for fewer than 4 points or without variation."""
     if len(x) < 4 or len(set(x)) < 2 or len(set(y)) < 2:
         return None
     r = float(np.clip(np.corrcoef(x, y)[0, 1], -1, 1))
@@ -82,9 +83,10 @@ def sentence(found: Mapping[str, Any]) -> str:
         inside = "extreme" in fit and min(each["entropy"]) < fit["extreme"] < max(each["entropy"])
         turn = f", with its turning point at {fit['extreme']:.1f} nats," if inside else ""
         clear = "" if r["low"] > 0 or r["high"] < 0 else ", which is not distinguishable from none"
+        interval = f"95% interval {signed(r['low'], '.2f')} to {signed(r['high'], '.2f')}"
         parts.append(
-            f"Streams per token and the entropy of {name} have a correlation of {r['r']:+.2f} "
-            f"(95 % interval {r['low']:+.2f} to {r['high']:+.2f}, {found['groups']} groups of {found['group']} tokens)"
-            f"{clear}; the fitted parabola {shape}{turn} and explains {fit['explained']:.0%} of the variance."
+            f"Streams per token and the entropy of {name} have a correlation of {signed(r['r'], '.2f')} ({interval}, "
+            f"{found['groups']} groups of {found['group']} tokens){clear}; the fitted parabola {shape}{turn} and "
+            f"explains {fit['explained']:.0%} of the variance."
         )
     return " ".join(parts)

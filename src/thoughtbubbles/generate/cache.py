@@ -87,6 +87,28 @@ class Cache(NamedTuple):
         counts = token.new_zeros(self.rows, n_tokens + 1).scatter_add(1, token, torch.ones_like(token))
         return counts[:, :n_tokens]
 
+    def clear(self, row: int, budget: Budget) -> None:
+        """Empties a row in place, for a new text with this budget. Its slots stay: unused ones are never read."""
+        self.n_tokens[row] = 0
+        self.numerator[row], self.denominator[row] = budget.numerator[0], budget.denominator[0]
+        for span in self.spans:
+            span.used[row] = 0
+
+    def copy_prefix(self, source: int, row: int, n_tokens: int) -> None:
+        """Copies the first tokens of another row with the same budget in place. What a row had is lost."""
+        self.n_tokens[row] = n_tokens
+        earlier = n_tokens  # streams of the span before, whose candidates have levels
+        for span in self.spans:
+            if span.level is not None:
+                span.level[row, : 2 * earlier] = span.level[source, : 2 * earlier]
+            n = int((span.token[source, : int(span.used[source])] < n_tokens).sum())  # in the order of the tokens
+            for kept in (span.key, span.value):
+                kept[:, row, :, :n] = kept[:, source, :, :n]
+            for kept in (span.log_score, span.token):
+                kept[row, :n] = kept[source, :n]
+            span.used[row] = n
+            earlier = n
+
     def next_cap(self) -> Int[Tensor, "B"]:
         """floor(r·(t+1)) of the next token t."""
         return (self.n_tokens + 1) * self.numerator // self.denominator

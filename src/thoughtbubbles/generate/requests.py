@@ -25,7 +25,7 @@ from thoughtbubbles.model.config import FIXED_BUDGET, BudgetMode, ModelConfig, i
 from thoughtbubbles.model.inputs import check_choice
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-Finish = Literal["stop", "end", "length", "error"]
+Finish = Literal["stop", "end", "length", "error", "cancelled", "timeout"]
 Method = Literal["cached", "uncached"]
 DRAWS_AT_ONCE = 64
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from thoughtbubbles.model.config import OURS
 from thoughtbubbles.model.gradients import gather_with_inverse, norm_and_project
-from thoughtbubbles.model.selection import NextToken, Rule, candidate_keys, candidate_levels, pack
+from thoughtbubbles.model.selection import AnyRule, candidate_keys, candidate_levels, pack
 from thoughtbubbles.model.streams import Streams, at_least_float32, bubble_sizes, is_original, take
 
 FLOOR = -20.0  # lower bound of one log score: a score of exp(−20) is effectively 0, and gradients stay finite
@@ -67,7 +67,7 @@ class ForkLayer(nn.Module):
             return self.score(x, self.norm)
 
     def forward(
-        self, streams: Streams, lengths: Int[Tensor, "B"], *, n_tokens: int, rule: Rule | NextToken
+        self, streams: Streams, lengths: Int[Tensor, "B"], *, n_tokens: int, rule: AnyRule
     ) -> tuple[Streams, ForkRecord]:
         own = self.log_scores(streams.x)
         log_score = (streams.log_score[..., None] + own).flatten(1)

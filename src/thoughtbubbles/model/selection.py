@@ -8,9 +8,10 @@ causal  Token t decides from tokens up to t only, and no decision is ever revise
         1. a candidate of token t passes if fewer than cap_t = floor(r·(t+1)) candidates of tokens ≤ t have larger keys;
         2. with s_t the number that pass and A_t = min(A_{t−1} + s_t, cap_t), token t keeps its best A_t − A_{t−1}.
         In closed form A_t = S_t + min(0, min_{j≤t}(cap_j − S_j)), where S is the running sum of s: no loop over tokens.
+        (Tokens that continue a row start from S = A of the last token before them.)
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,18 @@ ORIGINAL = 1  # level of an original's keep candidate: above all others, since l
 UNUSED = -(2**30)  # level of unused slots: below all others
 RUN = 64  # candidates compared pairwise when counting ranks: about the square root of a row's usual number
 STRIDE = 2**32  # distance between levels in a key, which leaves room for the candidate's index
+
+
+@runtime_checkable
+class AnyRule(Protocol):
+    """What a fork layer asks for."""
+
+    def n_slots(self, n_streams: int, n_tokens: int) -> int:
+        """Number of slots that can hold the survivors of any row."""
+
+    def survives(
+        self, key: Int[Tensor, "B C"], token: Int[Tensor, "B C"], lengths: Int[Tensor, "B"], n_tokens: int
+    ) -> Bool[Tensor, "B C"]: ...
 
 
 class Rule(NamedTuple):
@@ -128,15 +141,29 @@ def select_block(key: Int[Tensor, "B C"], cap: Int[Tensor, "B 1"]) -> Bool[Tenso
     return key >= smallest_survivor
 
 
-def select_causal(key: Int[Tensor, "B C"], token: Int[Tensor, "B C"], cap: Int[Tensor, "#B T"]) -> Bool[Tensor, "B C"]:
+def select_causal(
+    key: Int[Tensor, "B C"],
+    token: Int[Tensor, "B C"],
+    cap: Int[Tensor, "#B T"],
+    *,
+    before: Int[Tensor, "B C"] | None = None,
+    kept: Int[Tensor, "B"] | None = None,
+) -> Bool[Tensor, "B C"]:
+    """The causal rule for the T tokens of a row.
+
+    For tokens that continue a row, `before` counts the candidates of earlier tokens with a larger key than each of
+    these, and `kept` is A of the last earlier token.
+    """
     batch, n_tokens = key.shape[0], cap.shape[1]
     rank, rank_in_bubble = ops.ranks(key, token) if kernels.available(key.device) else ranks(key, token, n_tokens)
+    rank = rank if before is None else rank + before
 
     passes = rank < take(_with_unused(cap.expand(batch, -1)), token)
     passed = F.pad(passes.cumsum(-1), (1, 0))
     passed_up_to = take(passed, streams_up_to(token, n_tokens))  # S_t
+    passed_up_to = passed_up_to if kept is None else passed_up_to + kept[:, None]
     kept_up_to = passed_up_to + (cap - passed_up_to).cummin(-1).values.clamp(max=0)  # A_t
-    quota = torch.diff(kept_up_to, prepend=kept_up_to.new_zeros(batch, 1))
+    quota = torch.diff(kept_up_to, prepend=kept_up_to.new_zeros(batch, 1) if kept is None else kept[:, None])
     # Every better candidate of the same token passes too, so the rank among those that pass is the rank in the bubble.
     return passes & (rank_in_bubble < take(_with_unused(quota), token))
 

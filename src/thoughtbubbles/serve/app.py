@@ -115,15 +115,19 @@ def create_app(models: Sequence[Served], *, host: str = LOCAL[1]) -> FastAPI:
     @app.post("/api/attention")
     async def attention(asked: AttentionRequest, request: Request) -> dict[str, Any]:
         own = worker(asked.model)
-        where = {"stage": asked.stage, "stream": asked.stream, "head": asked.head}
-        return await own.run(request, lambda: own.served.attention(asked.view, **where))  # type: ignore[arg-type]
+        return await own.run(
+            request,
+            lambda: own.served.attention(asked.view, stage=asked.stage, stream=asked.stream, head=asked.head),
+        )
 
     @app.post("/api/generate")
     async def generate(asked: GenerateRequest, request: Request) -> StreamingResponse:
         own = worker(asked.model)
-        sampling = Sampling(temperature=asked.temperature, seed=asked.seed)
-        options = {"max_new": asked.max_new, "budget": _budget(asked.budget), "sampling": sampling}
-        tokens = await own.run(request, lambda: own.served.generate(asked.text, **options))  # type: ignore[arg-type]
+        budget, sampling = _budget(asked.budget), Sampling(temperature=asked.temperature, seed=asked.seed)
+        tokens = await own.run(
+            request,
+            lambda: own.served.generate(asked.text, max_new=asked.max_new, budget=budget, sampling=sampling),
+        )
         return StreamingResponse(_lines(own, request, tokens), media_type="application/x-ndjson")
 
     _add_errors(app)

@@ -22,7 +22,7 @@ from thoughtbubbles.generate.show import shown
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 TRACES = 24  # kept per model, about a megabyte each
-MOST_ATTENTION = 2 << 30  # bytes of weights of all blocks and heads, in float32
+MOST_ATTENTION = 1 << 30  # bytes of weights of all blocks and heads, in float32; kept until another view is asked for
 GUESSES = 8  # most likely next tokens per token
 ROUNDED = 6  # decimal places of attention weights
 
@@ -35,13 +35,28 @@ class View(NamedTuple):
     selection: str | None = None
 
 
+class Weights(NamedTuple):
+    """Attention weights of one view of one model."""
+
+    served: "Served"
+    view: View
+    blocks: list[Tensor]  # of each block: heads, streams, streams
+    layers: list[int]  # the first block of each stage
+
+
+class Kept:
+    """The newest attention weights. All served models share one: a set for each model would be too large."""
+
+    newest: Weights | None = None
+
+
 class Served:
     """A loaded model with its tokenizer, under the name that the page shows."""
 
-    def __init__(self, name: str, model: Thoughtbubbles, tokenizer: Tokenizer):
+    def __init__(self, name: str, model: Thoughtbubbles, tokenizer: Tokenizer, *, kept: Kept | None = None):
         self.name, self.model, self.tokenizer = name, model, tokenizer
         self._traces: OrderedDict[View, bytes] = OrderedDict()
-        self._attention: tuple[View, list[Tensor], list[int]] | None = None
+        self._kept = kept or Kept()
 
     def described(self) -> dict[str, Any]:
         """For the page: what can be chosen, and the model's shape."""
@@ -91,7 +106,7 @@ class Served:
 
         head  one head's weights; None: the mean over all heads
         """
-        weights, layers = self._weights(view)
+        _, _, weights, layers = self._weights(view)
         if stage >= len(layers):
             raise ValueError(f"stage = {stage}: this trace has stages from 0 to {len(layers) - 1}")
         if head is not None and head >= self.model.config.n_head:
@@ -110,17 +125,20 @@ class Served:
             "blocks": [{"block": block, "weights": row} for block, row in zip(blocks, rows, strict=True)],
         }
 
-    def _weights(self, view: View) -> tuple[list[Tensor], list[int]]:
-        """Of the newest text only: they are large. With the first block of each stage."""
-        if self._attention is None or self._attention[0] != view:
-            self._attention = None
-            plain = json.loads(self.trace(view))
-            layers = [stage["layer"] for stage in plain["stages"]]
-            self._check_size([len(stage["streams"]) for stage in plain["stages"]], layers)
-            found, _ = self._traced(view, attention=True)
-            assert found.attention is not None
-            self._attention = view, [weights.float() for weights in found.attention], layers
-        return self._attention[1], self._attention[2]
+    def _weights(self, view: View) -> Weights:
+        kept = self._kept.newest  # read once: another model's thread may replace it
+        if kept is not None and kept.served is self and kept.view == view:
+            return kept
+        kept = self._kept.newest = None  # frees the old weights before the new ones are computed
+        plain = json.loads(self.trace(view))
+        layers = [stage["layer"] for stage in plain["stages"]]
+        self._check_size([len(stage["streams"]) for stage in plain["stages"]], layers)
+        found, _ = self._traced(view, attention=True)
+        assert found.attention is not None
+        # On the CPU these are views of padded tensors; a copy lets go of the padding.
+        blocks = [weights.float().contiguous() for weights in found.attention]
+        self._kept.newest = new = Weights(self, view, blocks, layers)
+        return new
 
     def _check_size(self, streams: Sequence[int], layers: Sequence[int]) -> None:
         config = self.model.config
@@ -159,6 +177,7 @@ class Served:
 def open_models(checkpoints: Sequence[Path], *, device: str) -> list[Served]:
     """The models in these folders, or the model in the package; each gets a name of its own."""
     found: list[Served] = []
+    kept = Kept()
     for checkpoint in checkpoints or (None,):
         folder = find_model(checkpoint)
         tokenizer = load_tokenizer(folder)
@@ -170,5 +189,5 @@ def open_models(checkpoints: Sequence[Path], *, device: str) -> list[Served]:
         name = short_name(checkpoint.resolve().name if checkpoint else SHIPPED)
         same = sum(each.name.split(" #")[0] == name for each in found)
         model = load(folder, device=device, dtype=torch.float32).eval()
-        found.append(Served(f"{name} #{same + 1}" if same else name, model, tokenizer))
+        found.append(Served(f"{name} #{same + 1}" if same else name, model, tokenizer, kept=kept))
     return found

@@ -169,7 +169,7 @@ def cost_figures(evidence: Evidence) -> Iterator[Figure]:
         "flops": ("training FLOPs (10¹⁸)", flops, 1e18, "training FLOPs"),
     }
     for name, (label, value, scale, what) in of_records.items():
-        costs = {row: results.mean(row, value) / scale for row in results.rows}
+        costs = {row: results.cost(row, value) / scale for row in results.rows}
         if name == "gpu-seconds" and not results.same_device:
             apart = f"Rows ran on different devices ({', '.join(results.devices)}): their times cannot be compared."
             yield cost_figure(results, name, label, {}, what, apart)

@@ -58,14 +58,17 @@ class Results:
         return [row for row in rows if row not in self]
 
     def mean(self, row: str, value: Value) -> float:
-        """Over the seeds of a row; of the GPU time, at the speed of the fastest seed: others shared the GPU."""
-        records = list(self.rows[row].values())
-        if value is gpu_seconds:
-            return statistics.fmean(map(tokens, records)) / max(tokens(each) / gpu_seconds(each) for each in records)
-        return statistics.fmean(map(value, records))
+        """Over the seeds of a row."""
+        return statistics.fmean(map(value, self.rows[row].values()))
+
+    def cost(self, row: str, value: Value) -> float:
+        """What a row costs: GPU time at the speed of its fastest seed, since others shared the GPU; else the mean."""
+        if value is not gpu_seconds:
+            return self.mean(row, value)
+        return self.mean(row, tokens) / max(tokens(each) / gpu_seconds(each) for each in self.rows[row].values())
 
     def ratio(self, row: str, value: Value, *, over: str = PLAIN) -> float:
-        return self.mean(row, value) / self.mean(over, value)
+        return self.cost(row, value) / self.cost(over, value)
 
 
 def nats(record: Record) -> float:

@@ -61,12 +61,11 @@ def evidence_line(results: Results) -> str:
         return f"Experiments on what bubbles bring, and which part of it the forks bring, are running: {page}."
     size = f"{results.mean(PLAIN, parameters) / 1e6:.1f}M parameters"
     length = f"{results.mean(PLAIN, tokens) / 1e6:,.0f}M training tokens"
-    where = f"At {size} and {length}, against plain GPT:"
-    gate = f"attenuation but no forks, {sentence(r1, 'r1', PLAIN)}"
+    without = f"with scores and attenuation but no forks, {sentence(r1, 'r1', PLAIN)}"
+    time = ""
     if r2 is None:
-        return f"{where} with scores and {gate}; with forks: still to be run. All rows, seeds and plots: {page}."
-    time = f"; `r2` takes {results.ratio('r2', gpu_seconds):.2f} × the GPU time" if results.same_device else ""
-    return (
-        f"{where} with forks, {sentence(r2, 'r2', PLAIN)}; with the same scores and {gate}{time}. "
-        f"All rows, seeds and plots: {page}."
-    )
+        forks = "with forks: still to be run"
+    else:
+        forks = f"with forks, {sentence(r2, 'r2', PLAIN)}"
+        time = f"; `r2` takes {results.ratio('r2', gpu_seconds):.2f} × the GPU time" if results.same_device else ""
+    return f"At {size} and {length}, against plain GPT: {without}; {forks}{time}. All rows, seeds and plots: {page}."

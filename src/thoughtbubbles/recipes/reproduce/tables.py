@@ -59,7 +59,7 @@ def protocol_line(results: Results, row: str) -> list[str]:
     if row not in results:
         return [f"`{row}`", results.what(row), f"not run ({planned} planned)", *["–"] * 8]
     records = list(results.rows[row].values())
-    seconds = f"{results.mean(row, gpu_seconds):,.0f}"
+    seconds = f"{results.cost(row, gpu_seconds):,.0f}"
     if not results.same_device:
         seconds += f" ({', '.join(sorted({record['device'] for record in records}))})"
     losses = [nats(record) for record in records]

@@ -47,10 +47,9 @@ function panel(pane, left) {
 }
 
 function caption(pane) {
-  const { trace, stages } = pane.lineage;
-  const { model } = pane.controls.settings;
+  const { trace, stages, model } = pane.lineage;
   const rule = trace.settings.budget === null ? "" : ` · budget ${trace.settings.budget} · ${trace.settings.selection}`;
-  return `${model}${rule} · ${stageName(stages, pane.stage)} · loss ${nats(trace.loss)}`;
+  return `${model.name}${rule} · ${stageName(stages, pane.stage)} · loss ${nats(trace.loss)}`;
 }
 
 function dots({ lineage, stage, anchors }) {
@@ -82,7 +81,7 @@ export async function picture(panes, title) {
 }
 
 export async function download(kind, panes, title) {
-  const traces = panes.map((pane) => ({ model: pane.controls.settings.model, ...pane.lineage.trace }));
+  const traces = panes.map((pane) => ({ model: pane.lineage.model.name, ...pane.lineage.trace }));
   const make = {
     svg: () => new Blob([drawing(panes, title)], { type: "image/svg+xml" }),
     json: () => new Blob([JSON.stringify(traces.length === 1 ? traces[0] : traces, null, 1)], { type: "application/json" }),

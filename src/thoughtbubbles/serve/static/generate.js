@@ -46,6 +46,7 @@ export class Generation {
     const { app } = this;
     const prompt = app.state.text;
     this.abort = new AbortController();
+    const { signal } = this.abort;
     this.discarded = false;
     this.#say(true);
     let text = "";
@@ -53,13 +54,13 @@ export class Generation {
     const seed = crypto.getRandomValues(new Uint32Array(1))[0];
     const asked = { ...app.settings(), text: prompt, max_new: app.state.length, temperature: app.state.temperature, seed };
     try {
-      for await (const token of api.generate(asked, this.abort.signal)) {
+      for await (const token of api.generate(asked, signal)) {
         text += token.text;
         if (token.finish !== "end") app.grow(token, prompt + text);
         n += 1;
       }
     } catch (error) {
-      if (error.name !== "AbortError") app.failed(error, () => this.start());
+      if (!signal.aborted) app.failed(error, () => this.start());
     } finally {
       this.abort = null;
       this.#say(false);

@@ -127,14 +127,9 @@ export class Inspector {
 
   /** `found`: null while it is computed, a text if it cannot be, or {blocks, block, head, heads}. */
   showAttention(found) {
-    if (found === null) {
-      const waiting = el("p", { class: "quiet" }, "Computing attention…");
+    if (found === null || typeof found === "string") {
       this.attention.querySelector(".bars, p")?.remove(); // the choosers stay, and keep the focus
-      this.attention.append(waiting);
-      return;
-    }
-    if (typeof found === "string") {
-      this.attention.replaceChildren(el("p", { class: "quiet" }, found));
+      this.attention.append(el("p", { class: "quiet" }, found ?? "Computing attention…"));
       return;
     }
     if (!found.blocks.length) {

@@ -1,8 +1,11 @@
 // A trace with what the page asks of it again and again: bubbles, and lines of descent.
 
 export class Lineage {
-  constructor(trace) {
+  /** `asked`: the request that this trace answers; the pane's settings may be newer. `model`: its description. */
+  constructor(trace, asked, model) {
     this.trace = trace;
+    this.asked = asked;
+    this.model = model;
     this.tokens = trace.tokens;
     this.stages = trace.stages;
     this.texts = readable(trace);

@@ -7,13 +7,14 @@ const WAIT = 220; // milliseconds on one stream before the server is asked
 export class Look {
   constructor(inspector) {
     this.inspector = inspector;
-    this.known = new WeakMap(); // by trace, then by stage and stream
+    this.known = new WeakMap(); // by trace, then by stage, stream and head
   }
 
   /** `block` null: the stage's last; `head` null, or one that this model does not have: the mean over heads. */
   at(pane, index, { block, head }) {
     this.leave();
-    this.now = { pane, index, stage: pane.stage, lineage: pane.lineage, head: head < pane.heads ? head : null };
+    const { stage, lineage } = pane;
+    this.now = { pane, index, stage, lineage, head: head < lineage.model.n_head ? head : null };
     this.block = block;
     const kept = this.#kept().get(this.#key());
     if (kept) this.#show(kept);
@@ -47,19 +48,19 @@ export class Look {
   }
 
   #ask() {
-    const { pane, stage, index, head } = this.now;
-    pane.dots.mark(pane.lineage.lines[stage][index]);
+    const { pane, stage, index, lineage, head } = this.now;
+    pane.dots.mark(lineage.lines[stage][index]);
     this.inspector.showAttention(null);
     this.abort = new AbortController();
     const { signal } = this.abort;
     this.timer = setTimeout(async () => {
       try {
-        const found = await api.attention({ ...pane.asked, stage, stream: index, head }, signal);
+        const found = await api.attention({ ...lineage.asked, stage, stream: index, head }, signal);
         if (signal.aborted) return;
         this.#kept().set(this.#key(), found);
         this.#show(found);
       } catch (error) {
-        if (error.name !== "AbortError") this.inspector.showAttention(error.message);
+        if (!signal.aborted) this.inspector.showAttention(error.message);
       }
     }, WAIT);
   }
@@ -69,7 +70,7 @@ export class Look {
     this.found = found;
     const blocks = found.blocks.map((each) => each.block);
     const block = blocks.includes(this.block) ? this.block : blocks.at(-1);
-    this.inspector.showAttention({ blocks: found.blocks, block, head: found.head, heads: pane.heads });
+    this.inspector.showAttention({ blocks: found.blocks, block, head: found.head, heads: lineage.model.n_head });
     pane.dots.mark(lineage.lines[stage][index]);
     const weights = found.blocks.find((each) => each.block === block)?.weights;
     if (weights) pane.dots.attend(lineage, stage, index, weights, pane.anchors);

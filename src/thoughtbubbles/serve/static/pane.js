@@ -40,10 +40,6 @@ export class Pane {
     new ResizeObserver(() => this.place()).observe(this.tokens.root);
   }
 
-  get heads() {
-    return this.models.find(({ name }) => name === this.asked.model)?.n_head ?? 0;
-  }
-
   /** Asks for the trace of a text; a newer request takes the place of an older one. */
   async load(text, settings) {
     this.abort?.abort();
@@ -54,25 +50,25 @@ export class Pane {
     this.abort = new AbortController();
     const own = this.abort;
     this.root.setAttribute("aria-busy", "true");
-    this.asked = { text, ...settings };
+    const asked = { text, ...settings };
     try {
       const began = performance.now();
-      const trace = await api.trace(this.asked, own.signal);
+      const trace = await api.trace(asked, own.signal);
       if (own.signal.aborted) return;
       this.times = { server: performance.now() - began };
-      this.#show(trace);
+      this.#show(trace, asked);
     } catch (error) {
-      if (error.name !== "AbortError") this.fail(error, () => this.load(text, settings));
+      if (!own.signal.aborted) this.fail(error, () => this.load(text, settings));
     } finally {
       if (this.abort === own) this.root.removeAttribute("aria-busy");
     }
   }
 
-  #show(trace) {
+  #show(trace, asked) {
     const began = performance.now();
     this.error.hidden = true;
     this.counts = null;
-    this.lineage = new Lineage(trace);
+    this.lineage = new Lineage(trace, asked, this.models.find(({ name }) => name === asked.model));
     this.dots.clear();
     this.stage = null;
     this.tokens.fill(this.lineage.texts);
@@ -83,7 +79,6 @@ export class Pane {
   }
 
   #empty() {
-    this.asked = { text: "" };
     this.lineage = null;
     this.counts = null;
     this.error.hidden = true;

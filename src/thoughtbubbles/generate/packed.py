@@ -1,0 +1,230 @@
+"""Reads the next tokens of some rows of a cache: pieces of prompts and single tokens together, without gaps.
+
+A batch is *one* packed row of T tokens that belong to different rows of the cache, so its `Streams` have batch size 1
+and all functions for bubbles apply. Here two tokens of row 5, one of row 2 and three of row 0:
+
+    row      5 5 2 0 0 0        rows = 5 2 0, lengths = 2 1 3
+    packed   0 1 2 3 4 5        the token numbers of the packed row
+    number   7 8 3 0 1 2        of each token in its own row: what is cached there, and what positions count
+    streams  a b' b c d e f' f  after a fork layer: a step costs as many streams as there are
+
+A row attends to its own slots only. What it computes does not depend on the other rows, except for rounding: a matrix
+product of more rows may add in another order.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from thoughtbubbles.generate.cache import Cache, Span
+from thoughtbubbles.generate.decode import Prediction
+from thoughtbubbles.model import head
+from thoughtbubbles.model.attention import AttentionPath, gated
+from thoughtbubbles.model.block import Residual
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.layout import Layout, attenuation, layout_at
+from thoughtbubbles.model.selection import STRIDE, UNUSED, candidate_keys, select_causal
+from thoughtbubbles.model.streams import (
+    Streams,
+    accumulation_dtype,
+    at_least_float32,
+    find_bubbles,
+    positions,
+    slots,
+)
+from thoughtbubbles.model.transformer import Thoughtbubbles
+
+
+class Batch(NamedTuple):
+    """Which rows a step reads, and how many tokens of each."""
+
+    rows: Int[Tensor, "B"]  # of the cache, each at most once
+    lengths: Int[Tensor, "B"]  # tokens, at least 1
+    row: Int[Tensor, "T"]  # of each packed token: an index into `rows`
+    offset: Int[Tensor, "T"]  # of each packed token: its place among those of its row
+    longest: int
+
+    @classmethod
+    def of(cls, rows: Sequence[int], lengths: Sequence[int], *, device: torch.device | str = "cpu") -> "Batch":
+        assert len(rows) == len(lengths) == len(set(rows)) > 0
+        assert min(lengths) > 0
+        row = [i for i, n in enumerate(lengths) for _ in range(n)]
+        offset = [place for n in lengths for place in range(n)]
+        send = partial(torch.tensor, device=device)
+        return cls(send(rows), send(lengths), send(row), send(offset), max(lengths))
+
+    @property
+    def last(self) -> Int[Tensor, "B"]:
+        """The packed token that is the last of each row."""
+        return self.lengths.cumsum(0) - 1
+
+
+class PackedRule(NamedTuple):
+    """The causal rule for the next tokens of several rows, from the cached state of the tokens before them."""
+
+    earlier: Int[Tensor, "B E"]  # levels of all candidates of earlier tokens, including dropped ones
+    n_earlier: Int[Tensor, "B"]
+    kept: Int[Tensor, "B"]  # A of the last token before
+    cap: Int[Tensor, "B n"]  # floor(r·(t+1)) of the next tokens
+    batch: Batch
+
+    def n_slots(self, n_streams: int, n_tokens: int) -> int:
+        return 2 * n_streams
+
+    def survives(
+        self, key: Int[Tensor, "1 C"], token: Int[Tensor, "1 C"], lengths: Int[Tensor, "1"], n_tokens: int
+    ) -> Bool[Tensor, "1 C"]:
+        """Spreads the candidates over their rows, selects in each, and collects the decisions."""
+        row, place, counts = by_row(token[0], self.batch)
+        level = ((key + slots(key)) // STRIDE)[0]
+        shape = (len(counts), int(counts.max()))
+        levels = level.new_full(shape, UNUSED).index_put_((row, place), level)
+        tokens = token.new_full(shape, self.batch.longest).index_put_((row, place), self.batch.offset[token[0]])
+        found = select_causal(candidate_keys(levels), tokens, self.cap, before=self._before(levels), kept=self.kept)
+        return found[row, place][None]
+
+    def _before(self, level: Int[Tensor, "B c"]) -> Int[Tensor, "B c"]:
+        """How many earlier candidates rank above: at equal levels the earlier one does."""
+        n = int(self.n_earlier.max())
+        if n == 0:
+            return torch.zeros_like(level)
+        in_use = torch.arange(n, device=level.device) < self.n_earlier[:, None]
+        earlier = torch.where(in_use, self.earlier[:, :n].long(), 2 * UNUSED)
+        if self.batch.longest == 1:  # few candidates: comparing is faster than sorting
+            return (earlier[:, None] >= level[..., None]).sum(-1)
+        return n - torch.searchsorted(earlier.sort(-1).values, level)
+
+
+def by_row(token: Int[Tensor, "S"], batch: Batch) -> tuple[Int[Tensor, "S"], Int[Tensor, "S"], Int[Tensor, "B"]]:
+    """Of each stream (or candidate) its row in the batch and its place among those of its row; and their numbers."""
+    row = batch.row[token]
+    counts = torch.zeros_like(batch.rows).scatter_add_(0, row, torch.ones_like(row))
+    first = counts.cumsum(0) - counts
+    return row, torch.arange(len(row), device=row.device) - first[row], counts
+
+
+@torch.no_grad()
+def read(
+    model: Thoughtbubbles,
+    cache: Cache,
+    ids: Int[Tensor, "T"],
+    batch: Batch,
+    *,
+    predict: Int[Tensor, "P"] | None = None,
+) -> Prediction:
+    """Reads the packed tokens, and returns what the packed tokens `predict` predict: by default the last of each row.
+
+    The cache is changed in place: its owner must be the caller. There is room for the tokens: that is for the caller
+    to check.
+    """
+    config, rows, n_tokens = model.config, batch.rows, len(ids)
+    held = cache.n_tokens[rows]
+    number = held[batch.row] + batch.offset
+    later = torch.arange(1, batch.longest + 1, device=ids.device)
+    cap = (held[:, None] + later) * cache.numerator[rows, None] // cache.denominator[rows, None]
+
+    streams, n_earlier = embed(model, ids), 2 * held
+    for start, span in zip(sorted({0, *config.fork_layers}), cache.spans, strict=True):
+        used = span.used[rows]
+        if span.level is not None:
+            rule = PackedRule(span.level[rows], n_earlier, used, cap, batch)
+            row, place, _ = by_row(streams.token[0].repeat_interleave(2), batch)
+            streams, record = model.forks[str(start)](streams, held[:1], n_tokens=n_tokens, rule=rule)
+            span.level[rows[row], n_earlier[row] + place] = record.level[0].to(span.level.dtype)
+            n = int((streams.token < n_tokens).sum())
+            streams = Streams(streams.x[:, :n], streams.log_score[:, :n], streams.token[:, :n])
+        row, place, counts = by_row(streams.token[0], batch)
+        where = rows[row], used[row] + place
+        span.log_score[where] = streams.log_score[0]
+        span.token[where] = number[streams.token[0]].to(span.token.dtype)
+        position = positions(
+            number[streams.token], find_bubbles(streams.token, n_tokens), streams.log_score.dtype
+        )  # in the row itself
+        layout = layout_at(position, None if span.level is None else streams.log_score, config)
+        parts = parts_of(config, span, rows.tolist(), used.tolist(), counts.tolist())
+        residual = Residual(streams.x)
+        for block, key, value in zip(model.blocks[start : start + len(span.key)], span.key, span.value, strict=True):
+            residual = block(residual, layout, packed_attention(key, value, where, parts))
+        streams = Streams(residual.total(layout.gate), streams.log_score, streams.token)
+        n_earlier = 2 * used
+        span.used[rows] = used + counts
+    cache.n_tokens[rows] = held + batch.lengths
+    return prediction_of(model, streams, batch.last if predict is None else predict, n_tokens)
+
+
+def embed(model: Thoughtbubbles, ids: Int[Tensor, "T"]) -> Streams:
+    x = model.embedding(ids)[None].repeat_interleave(model.config.copies, dim=1)
+    token = torch.arange(len(ids), device=ids.device)[None].repeat_interleave(model.config.copies, dim=1)
+    return Streams(x, torch.zeros_like(token, dtype=accumulation_dtype(x.dtype)), token)
+
+
+class Part(NamedTuple):
+    """The streams of one row in a span: which packed streams they are, and which slots they attend to."""
+
+    row: int
+    first: int
+    n: int
+    seen: int  # slots, their own included
+    mask: Float[Tensor, "1 1 _ _"] | None  # added to the logits; None: every slot is visible, none is attenuated
+
+
+def parts_of(
+    config: ModelConfig, span: Span, rows: Sequence[int], used: Sequence[int], counts: Sequence[int]
+) -> list[Part]:
+    parts, first = [], 0
+    bias = attenuation(span.log_score[rows, : max(map(sum, zip(used, counts, strict=True)))], config)[0]
+    for i, (row, before, count) in enumerate(zip(rows, used, counts, strict=True)):
+        seen = before + count
+        mask = None
+        if count > 1 or (span.level is not None and bias is not None):
+            mask = span.log_score.new_zeros(count, seen)
+            mask += bias[i, :seen] if span.level is not None and bias is not None else 0
+            mask[:, before:] += mask.new_full((count, count), -math.inf).triu(1)
+            mask = mask[None, None]
+        parts.append(Part(row, first, count, seen, mask))
+        first += count
+    return parts
+
+
+def packed_attention(
+    key: Float[Tensor, "R N S H"],
+    value: Float[Tensor, "R N S H"],
+    where: tuple[Int[Tensor, "M"], Int[Tensor, "M"]],
+    parts: Sequence[Part],
+) -> AttentionPath:
+    """Caches the new keys and values, then each row attends over its own slots."""
+
+    def path(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        row, slot = where
+        key[row, :, slot] = k[0].transpose(0, 1).to(key.dtype)
+        value[row, :, slot] = gated(v, layout)[0].transpose(0, 1).to(value.dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            q = at_least_float32(q)
+            heads = [
+                F.scaled_dot_product_attention(
+                    q[:, :, part.first : part.first + part.n],
+                    at_least_float32(key[part.row : part.row + 1, :, : part.seen]),
+                    at_least_float32(value[part.row : part.row + 1, :, : part.seen]),
+                    attn_mask=part.mask,
+                )
+                for part in parts
+            ]
+            return torch.cat(heads, dim=2).to(v.dtype)
+
+    return path
+
+
+def prediction_of(model: Thoughtbubbles, streams: Streams, token: Int[Tensor, "P"], n_tokens: int) -> Prediction:
+    if not len(token):
+        return Prediction(streams.x.new_zeros(0, model.config.vocab_size), token)
+    row = torch.zeros_like(token)
+    start, end = head.bubbles_at(streams, row, token, n_tokens=n_tokens)
+    sizes = end - start + 1
+    bubbles = head.gather_bubbles(streams, row, start, end, width=int(sizes.max()))
+    return Prediction(head.logits(model.rows_to_decode(bubbles, 1), model.embedding.weight)[:, 0], sizes)

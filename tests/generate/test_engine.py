@@ -1,0 +1,311 @@
+"""The engine: whatever joins, leaves or is cancelled, each request gets the tokens that it gets alone."""
+
+import math
+import threading
+import time
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from helpers import lively_model, small_config
+from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.generate.engine import Engine, Handle, QueueFull
+from thoughtbubbles.generate.requests import Completion, Request, generate
+from thoughtbubbles.generate.sample import Sampling
+from thoughtbubbles.model.transformer import Thoughtbubbles
+
+BLOCK = 40
+GREEDY = Sampling(temperature=0)
+BYTES = tokenizer("bytes")
+
+
+@cache
+def model() -> Thoughtbubbles:
+    return lively_model(small_config(block_size=BLOCK, n_layer=3, fork_layers=(1, 2)), seed=2)
+
+
+@cache
+def byte_model() -> Thoughtbubbles:
+    return lively_model(small_config(block_size=64, vocab_size=BYTES.size), seed=4)
+
+
+@cache
+def alone(request: Request) -> Completion:
+    """What the request gets from `generate`, by itself."""
+    return generate(model(), [request])[0]
+
+
+def check_alone(handle: Handle, request: Request) -> None:
+    """A finished request has what it gets alone; one that was stopped, the beginning of it."""
+    found, expected = handle.completion, alone(request)
+    if found.finish in ("cancelled", "timeout"):
+        n = len(found.ids)
+        assert n < len(expected.ids)
+    else:
+        n = len(expected.ids)
+        assert found.finish == expected.finish
+    assert found.ids == expected.ids[:n]
+    assert found.streams == expected.streams[:n]
+    assert found.log_probs == pytest.approx(expected.log_probs[:n], abs=1e-9)
+    assert [[i for i, _ in top] for top in found.top] == [[i for i, _ in top] for top in expected.top[:n]]
+
+
+def ids(seed: int, n: int) -> tuple[int, ...]:
+    return tuple(torch.randint(23, (n,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def mixed() -> list[Request]:
+    sampled = Sampling(temperature=0.9, top_p=0.9, seed=3)
+    return [
+        Request(prompt=ids(0, 30), max_new=6, budget=2, sampling=GREEDY),
+        Request(prompt=ids(1, 1), max_new=12, budget=1, sampling=sampled, top=3),
+        Request(prompt=ids(2, 9), budget="7/3", sampling=replace(sampled, repetition_penalty=1.3)),
+        Request(prompt=ids(0, 17), max_new=9, budget=2, sampling=replace(sampled, top_k=4)),
+        Request(prompt=ids(3, 12), max_new=20, budget=4, sampling=GREEDY, end_ids=(3, 5, 7)),
+        Request(prompt=ids(4, 22), max_new=3, sampling=replace(sampled, seed=9, min_p=0.1)),
+        Request(prompt=ids(0, 30), max_new=4, budget=1.5, sampling=GREEDY),
+    ]
+
+
+@pytest.mark.parametrize(("rows", "chunk"), [(1, 64), (2, 5), (3, 1), (7, 8)])
+def test_requests_together_get_what_they_get_alone(rows, chunk):
+    engine = Engine(model(), rows=rows, chunk=chunk)
+    handles = [engine.submit(request) for request in mixed()]
+    tokens = {handle.number: [] for handle in handles}
+    for event in engine.run():
+        assert event.token is not None
+        assert event.token.request == event.handle.number
+        tokens[event.handle.number].append(event.token.id)
+    for handle, request in zip(handles, mixed(), strict=True):
+        check_alone(handle, request)
+        assert tokens[handle.number] == handle.completion.ids
+    assert engine.stats()[:4] == (0, 0, 0, rows)
+
+
+def test_iterating_over_a_handle_runs_the_engine():
+    engine = Engine(model(), rows=2, chunk=4)
+    first, second = (engine.submit(request) for request in mixed()[:2])
+    assert [token.id for token in second] == alone(mixed()[1]).ids
+    assert [token.id for token in second] == []
+    assert first.result().ids == alone(mixed()[0]).ids
+
+
+class Interleaving(RuleBasedStateMachine):
+    """Any order of submissions, steps and cancellations. Prompts share beginnings, so that chunks are copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: list[tuple[Handle, Request]] = []
+
+    @initialize(rows=st.integers(1, 4), chunk=st.sampled_from([1, 3, 4, 8]))
+    def start(self, rows: int, chunk: int) -> None:
+        self.engine = Engine(model(), rows=rows, chunk=chunk)
+
+    @rule(
+        text=st.integers(0, 1),
+        n=st.integers(1, 20),
+        max_new=st.integers(1, 4),
+        budget=st.sampled_from([1, 1.5, 2, 4]),
+        seed=st.sampled_from([None, 0, 1]),
+    )
+    def submit(self, text: int, n: int, max_new: int, budget: float, seed: int | None) -> None:
+        sampling = GREEDY if seed is None else Sampling(seed=seed)
+        request = Request(prompt=ids(text, n), max_new=max_new, budget=budget, sampling=sampling)
+        self.known.append((self.engine.submit(request), request))
+
+    @precondition(lambda self: self.known)
+    @rule(times=st.integers(1, 5))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.engine.step()
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.known))[0].cancel()
+
+    @invariant()
+    def every_row_is_free_or_in_use_once(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        live = [handle._row for handle in self.engine._live]
+        assert sorted([*live, *self.engine._free]) == list(range(self.engine.rows))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in self.engine.run():
+            pass
+        for handle, request in self.known:
+            check_alone(handle, request)
+        stats = self.engine.stats()
+        assert stats[:4] == (0, 0, 0, self.engine.rows)
+        assert stats.tokens_generated == sum(len(handle.completion.ids) for handle, _ in self.known)
+
+
+TestInterleaving = Interleaving.TestCase
+TestInterleaving.settings = settings(max_examples=8, stateful_step_count=15, deadline=None)
+
+
+@pytest.mark.slow
+class TestManyInterleavings(Interleaving.TestCase):
+    settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_common_beginning_is_read_once():
+    prompt = ids(5, 22)
+    engine = Engine(model(), rows=4, chunk=8)
+    requests = [Request(prompt=prompt, max_new=3, budget=2, sampling=Sampling(seed=seed)) for seed in range(4)]
+    handles = [engine.submit(request) for request in requests]
+    for _ in engine.run():
+        pass
+    stats = engine.stats()
+    assert (stats.tokens_read, stats.tokens_shared) == (22 + 3 * 6, 3 * 16)  # whole chunks; 6 tokens are left to each
+    later = Request(prompt=(*prompt[:17], 1), max_new=3, budget=2, sampling=GREEDY)
+    other_budget = replace(later, budget=1)
+    handles += [engine.submit(later), engine.submit(other_budget)]  # the rows are free, but not yet used again
+    for _ in engine.run():
+        pass
+    after = engine.stats()
+    assert (after.tokens_read - stats.tokens_read, after.tokens_shared - stats.tokens_shared) == (2 + 18, 16)
+    for handle, request in zip(handles, [*requests, later, other_budget], strict=True):
+        check_alone(handle, request)
+
+
+def test_a_long_prompt_stalls_nobody():
+    """Rows that generate get a token in every step, while a prompt is read a chunk at a time."""
+    engine = Engine(model(), rows=3, chunk=4)
+    quick = [engine.submit(Request(prompt=ids(6 + i, 1), max_new=12, sampling=GREEDY)) for i in range(2)]
+    engine.step()
+    slow = engine.submit(Request(prompt=ids(8, 30), max_new=1, sampling=GREEDY))
+    for n in range(2, 9):
+        assert [len(handle.completion.ids) for handle in quick] == [n - 1] * 2
+        engine.step()
+        assert slow._n_read == min(30, 4 * (n - 1))
+    assert slow.result().finish == "length"
+
+
+def test_cancelled_requests_free_their_rows_within_a_step():
+    engine = Engine(model(), rows=1, chunk=4)
+    request = Request(prompt=ids(0, 10), max_new=20, sampling=GREEDY)
+    running, waiting, last = (engine.submit(request) for _ in range(3))
+    for _ in range(5):
+        engine.step()
+    assert len(running.completion.ids) == 3
+    running.cancel()
+    waiting.cancel()
+    events = engine.step()
+    assert {event.handle.number: event.token for event in events} == {0: None, 1: None}
+    assert (running.completion.finish, waiting.completion.finish) == ("cancelled", "cancelled")
+    assert last._row == 0
+    check_alone(running, request)
+    assert last.result().ids == alone(request).ids
+
+
+def test_a_request_that_takes_too_long():
+    engine = Engine(model(), rows=1)
+    late = engine.submit(Request(prompt=(1, 2), max_new=30, sampling=GREEDY), timeout=0.05)
+    never = engine.submit(Request(prompt=(1, 2), max_new=2, sampling=GREEDY), timeout=0)
+    engine.step()
+    assert never.completion.finish == "timeout"
+    time.sleep(0.06)
+    assert late.result().finish == "timeout"
+    assert 1 <= len(late.completion.ids) < 30
+    assert engine.is_idle
+
+
+def test_a_full_queue():
+    engine = Engine(model(), rows=1, waiting=1)
+    request = Request(prompt=(1,), max_new=2, sampling=GREEDY)
+    first = engine.submit(request)
+    engine.submit(request)
+    with pytest.raises(QueueFull, match="2 requests are waiting already"):
+        engine.submit(request)
+    engine.step()
+    engine.step()
+    assert first.is_finished
+    engine.submit(request)
+
+
+def test_text_and_stop_strings():
+    engine = Engine(byte_model(), tokenizer=BYTES, rows=2)
+    request = Request(prompt="The cell", max_new=20, sampling=GREEDY)
+    expected = generate(byte_model(), [request], tokenizer=BYTES)[0]
+    assert expected.text
+    assert engine.submit(request).result().text == expected.text
+    stopped = replace(request, stop=(expected.text[2],))
+    handle = engine.submit(stopped)
+    shown = "".join(token.text for token in handle)
+    assert shown == handle.completion.text == generate(byte_model(), [stopped], tokenizer=BYTES)[0].text
+    assert handle.completion.finish == "stop"
+
+
+def test_threads_submit_while_one_steps():
+    engine = Engine(model(), rows=3, chunk=8)
+    requests = [replace(each, sampling=replace(each.sampling, seed=seed)) for seed in (0, 5) for each in mixed()]
+    handles: dict[int, Handle] = {}
+
+    def submit(begin: int) -> None:
+        for i in range(begin, len(requests), 3):
+            handles[i] = engine.submit(requests[i])
+            time.sleep(0.001)
+
+    threads = [threading.Thread(target=submit, args=(begin,)) for begin in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) or not engine.is_idle:
+        engine.step()
+    for i, request in enumerate(requests):
+        check_alone(handles[i], request)
+
+
+def test_logits_that_are_not_numbers_end_only_their_request():
+    broken = lively_model(small_config(block_size=BLOCK), seed=2)
+    with torch.no_grad():
+        broken.embedding.weight[7] = math.nan
+    engine = Engine(broken, rows=2)
+    handle = engine.submit(Request(prompt=(7,), max_new=3, sampling=GREEDY))
+    completion = handle.result()
+    assert (completion.finish, completion.error) == ("error", "the model's logits are NaN: check its weights")
+    assert engine.is_idle
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(prompt=()), "the prompt is empty"),
+        (Request(prompt=(1, 23)), "the prompt has the id 23"),
+        (Request(prompt=(1,), budget=5), "budget = 5: this engine has room for budgets up to 4"),
+        (Request(prompt=(1,), budget=0.5), "budget = 0.5"),
+        (Request(prompt=(1,) * 20, max_new=11), "more than this engine's capacity of 30 tokens per row"),
+        (Request(prompt="text"), "text needs a tokenizer"),
+    ],
+)
+def test_bad_requests(request_: Any, message: str):
+    engine = Engine(model(), rows=1, capacity=30)
+    with pytest.raises(ValueError, match=message):
+        engine.submit(request_)
+    assert engine.is_idle
+
+
+@pytest.mark.parametrize("options", [{"rows": 0}, {"chunk": 0}, {"capacity": 0}, {"waiting": -1}])
+def test_bad_options(options: dict[str, Any]):
+    with pytest.raises(ValueError, match=rf"{next(iter(options))} = .*: give a whole number"):
+        Engine(model(), **options)
+
+
+@pytest.mark.parametrize("timeout", [-1, math.nan])
+def test_a_bad_timeout(timeout: float):
+    with pytest.raises(ValueError, match=r"timeout = .*: give a number of seconds"):
+        Engine(model(), rows=1).submit(Request(prompt=(1,)), timeout=timeout)
+
+
+def test_block_selection_has_no_exact_cache():
+    with pytest.raises(ValueError, match="block selection, which revises its decisions"):
+        Engine(lively_model(small_config(selection="block")))
