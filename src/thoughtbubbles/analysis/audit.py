@@ -104,8 +104,8 @@ def extent(*, moved: int, comparisons: int, reach: int) -> str:
     first = "changing later tokens moves the prediction in"
     if not moved:
         return f"{first} none of {comparisons:,} comparisons"
-    distance = f"{reach} token{'s' * (reach != 1)}"
-    return f"{first} {moved:,} of {comparisons:,} comparisons ({moved / comparisons:.1%}), up to {distance} before the change"
+    share, distance = f"{moved / comparisons:.1%}", f"{reach} token{'s' * (reach != 1)}"
+    return f"{first} {moved:,} of {comparisons:,} comparisons ({share}), up to {distance} before the change"
 
 
 def audit(
