@@ -73,7 +73,7 @@ def mixed() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize(("rows", "chunk"), [(1, 64), (2, 5), (3, 1), (7, 8)])
+@pytest.mark.parametrize(("rows", "chunk"), [(1, 64), (3, 5), (7, 8)])
 def test_requests_together_get_what_they_get_alone(rows, chunk):
     engine = Engine(model(), rows=rows, chunk=chunk)
     handles = [engine.submit(request) for request in mixed()]

@@ -77,7 +77,7 @@ def interleave(model: Thoughtbubbles, *, seed: int, texts: int = 7, rows: int = 
 @pytest.mark.parametrize("case", CASES)
 def test_any_interleaving_predicts_what_a_prefill_does(case):
     model = lively_model(small_config(block_size=CAPACITY, **CASES[case]), seed=3)
-    assert sum(interleave(model, seed=seed) for seed in range(2)) > 20
+    assert interleave(model, seed=0) > 10
 
 
 @pytest.mark.slow
