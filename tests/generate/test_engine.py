@@ -155,7 +155,7 @@ TestInterleaving.settings = settings(max_examples=8, stateful_step_count=15, dea
 
 @pytest.mark.slow
 class TestManyInterleavings(Interleaving.TestCase):
-    settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
 
 
 def test_a_common_beginning_is_read_once():
