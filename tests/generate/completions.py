@@ -4,8 +4,9 @@ import torch
 
 from helpers import SAME_ROW, lively_model, small_config
 from thoughtbubbles.data.tokenizer import Tokenizer
+from thoughtbubbles.generate.decode import predict_uncached
 from thoughtbubbles.generate.requests import Completion, Request
-from thoughtbubbles.generate.sample import Sampling, uniform
+from thoughtbubbles.generate.sample import BatchSampling, Sampling, pick, uniform
 
 # Tokens of several characters, and of less than one; the models below have three ids more.
 PIECES = Tokenizer("pieces", [b"a", b"b", b"ab", b"ba", b"c", b"ca", b"\xc3", b"\xa9", b"d", b"bd"])
@@ -47,6 +48,29 @@ def assert_same_completion(ours: Completion, theirs: Completion) -> None:
     assert [[i for i, _ in place] for place in ours.top] == [[i for i, _ in place] for place in theirs.top]
     for a, b in zip(ours.top, theirs.top, strict=True):
         torch.testing.assert_close([p for _, p in a], [p for _, p in b], atol=SAME_ROW, rtol=0)
+
+
+def by_hand(model, request: Request) -> Completion:
+    """One request without cache, engine or text: each token is drawn from a forward over all tokens before it."""
+    text, found = [int(i) for i in request.prompt], Completion()
+    settings = BatchSampling.of([request.sampling], device="cpu")
+    room = model.config.block_size - len(text)
+    for n in range(room if request.max_new is None else request.max_new):
+        prediction = predict_uncached(model, torch.tensor([text]), budget=request.budget)
+        seen = torch.zeros(1, model.config.vocab_size, dtype=torch.bool)
+        seen[0, text] = True
+        draw = torch.tensor([uniform(request.sampling.seed, n)], dtype=torch.float64)
+        picked = pick(prediction.logits, settings, draw, n_ids=model.config.vocab_size, seen=seen, n_top=request.top)
+        text.append(int(picked.id))
+        found.ids.append(text[-1])
+        found.log_probs.append(float(picked.log_prob))
+        found.top.append(tuple(zip(picked.top_id[0].tolist(), picked.top_log_prob[0].tolist(), strict=True)))
+        found.streams.append(int(prediction.streams))
+        if request.end_ids and text[-1] in request.end_ids:
+            found.finish = "end"
+            return found
+    found.finish = "length"
+    return found
 
 
 def brute_force(model, request: Request, *, n_ids: int, **options) -> tuple[list[int], list[float], list[int]]:

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from generate.completions import by_hand
 from helpers import lively_model, small_config
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.generate.engine import Engine, Handle, QueueFull
@@ -37,8 +38,8 @@ def byte_model() -> Thoughtbubbles:
 
 @cache
 def alone(request: Request) -> Completion:
-    """What the request gets from `generate`, by itself."""
-    return generate(model(), [request])[0]
+    """What the request gets by itself, without cache and engine."""
+    return by_hand(model(), request)
 
 
 def check_alone(handle: Handle, request: Request) -> None:
@@ -134,8 +135,8 @@ class Interleaving(RuleBasedStateMachine):
     def every_row_is_free_or_in_use_once(self) -> None:
         if not hasattr(self, "engine"):
             return
-        live = [handle._row for handle in self.engine._live]
-        assert sorted([*live, *self.engine._free]) == list(range(self.engine.rows))
+        scheduler = self.engine._scheduler
+        assert sorted([*(handle.row for handle in scheduler.live), *scheduler._free]) == list(range(self.engine.rows))
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -187,7 +188,7 @@ def test_a_long_prompt_stalls_nobody():
     for n in range(2, 9):
         assert [len(handle.completion.ids) for handle in quick] == [n - 1] * 2
         engine.step()
-        assert slow._n_read == min(30, 4 * (n - 1))
+        assert slow.n_read == min(30, 4 * (n - 1))
     assert slow.result().finish == "length"
 
 
@@ -203,7 +204,7 @@ def test_cancelled_requests_free_their_rows_within_a_step():
     events = engine.step()
     assert {event.handle.number: event.token for event in events} == {0: None, 1: None}
     assert (running.completion.finish, waiting.completion.finish) == ("cancelled", "cancelled")
-    assert last._row == 0
+    assert last.row == 0
     check_alone(running, request)
     assert last.result().ids == alone(request).ids
 
@@ -281,23 +282,55 @@ def test_logits_that_are_not_numbers_end_only_their_request():
     [
         (Request(prompt=()), "the prompt is empty"),
         (Request(prompt=(1, 23)), "the prompt has the id 23"),
-        (Request(prompt=(1,), budget=5), "budget = 5: this engine has room for budgets up to 4"),
+        (Request(prompt=(1,), budget=4), "budget = 4: this engine has room for budgets up to 2.5"),
+        (Request(prompt=(1,), budget=99), "budget = 99: this engine has room for budgets up to 2.5"),
         (Request(prompt=(1,), budget=0.5), "budget = 0.5"),
         (Request(prompt=(1,) * 20, max_new=11), "more than this engine's capacity of 30 tokens per row"),
         (Request(prompt="text"), "text needs a tokenizer"),
     ],
 )
 def test_bad_requests(request_: Any, message: str):
-    engine = Engine(model(), rows=1, capacity=30)
+    engine = Engine(model(), rows=1, capacity=30, max_budget=2.5)
     with pytest.raises(ValueError, match=message):
         engine.submit(request_)
     assert engine.is_idle
 
 
-@pytest.mark.parametrize("options", [{"rows": 0}, {"chunk": 0}, {"capacity": 0}, {"waiting": -1}])
-def test_bad_options(options: dict[str, Any]):
-    with pytest.raises(ValueError, match=rf"{next(iter(options))} = .*: give a whole number"):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": 0}, "rows = 0: give a whole number of 1 or more"),
+        ({"chunk": 0}, "chunk = 0: give a whole number of 1 or more"),
+        ({"capacity": 0}, "capacity = 0: give a whole number of 1 or more"),
+        ({"waiting": -1}, "waiting = -1: give a whole number of 0 or more"),
+        ({"max_budget": 0.5}, "max_budget = 0.5 is below 1"),
+        ({"max_budget": 1e18}, "max_budget is too large"),
+        ({"budget_mode": "fixed"}, "requires a model with block selection"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
         Engine(model(), **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "budgets"),
+    [
+        ({"fork_layers": (), "budget": 1}, (1, 2, 1e6)),
+        ({"fork_layers": (), "budget": 1, "copies": 3, "merge": "original"}, (1, 2)),
+        ({"fork_layers": (1,)}, (2, 3, 100)),  # two streams at most: from 2 on there is no limit
+        ({"fork_layers": (1, 2)}, (4, 8)),
+    ],
+    ids=["plain", "copies", "one fork layer", "two fork layers"],
+)
+def test_budgets_without_effect_are_no_mistakes(changes: dict[str, Any], budgets: tuple[float, ...]):
+    own = lively_model(small_config(block_size=12, n_layer=3, **changes))
+    engine = Engine(own, rows=2, chunk=4)
+    requests = [Request(prompt=ids(1, 6), max_new=4, budget=budget, sampling=GREEDY) for budget in budgets]
+    for request in requests:
+        expected = by_hand(own, request)
+        found = engine.submit(request).result()
+        assert (found.ids, found.streams) == (expected.ids, expected.streams)
 
 
 @pytest.mark.parametrize("timeout", [-1, math.nan])
@@ -306,6 +339,68 @@ def test_a_bad_timeout(timeout: float):
         Engine(model(), rows=1).submit(Request(prompt=(1,)), timeout=timeout)
 
 
-def test_block_selection_has_no_exact_cache():
-    with pytest.raises(ValueError, match="block selection, which revises its decisions"):
-        Engine(lively_model(small_config(selection="block")))
+@pytest.mark.parametrize("budget_mode", ["proportional", "fixed"])
+def test_block_selection_is_read_without_a_cache(budget_mode: str):
+    own = lively_model(small_config(block_size=16, selection="block", budget_mode=budget_mode))
+    engine = Engine(own, rows=2)
+    assert engine.memory() is None
+    requests = [Request(prompt=ids(seed, 3 + seed), max_new=4, budget=2, sampling=GREEDY) for seed in range(4)]
+    handles = [engine.submit(request) for request in requests]
+    engine.step()
+    handles[1].cancel()
+    for _ in engine.run():
+        pass
+    for handle, request in zip(handles, requests, strict=True):
+        expected = by_hand(own, request)
+        assert handle.completion.ids == (expected.ids if handle is not handles[1] else expected.ids[:1])
+    with pytest.raises(ValueError, match="score_prompt needs the cache"):
+        engine.submit(Request(prompt=(1, 2), score_prompt=True))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+def test_a_scored_prompt(chunk: int):
+    engine = Engine(model(), rows=3, chunk=chunk)
+    prompt = ids(7, 19)
+    plain = engine.submit(Request(prompt=prompt, max_new=2, budget=2, sampling=GREEDY))
+    plain.result()
+    only = engine.submit(Request(prompt=prompt, max_new=0, budget=2, score_prompt=True, top=2))
+    longer = engine.submit(Request(prompt=prompt, max_new=2, budget=2, sampling=GREEDY, score_prompt=True))
+    first = engine.submit(Request(prompt=prompt[:1], max_new=0, score_prompt=True))
+    for _ in engine.run():
+        pass
+    log_probs = model()(torch.tensor([prompt]), budget=2, want=("log_probs",)).log_probs[0].detach()
+    expected = log_probs[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+    for handle in (only, longer):
+        assert handle.n_shared == 0
+        assert handle.completion.prompt_log_probs[0] is None
+        assert handle.completion.prompt_log_probs[1:] == pytest.approx(expected, abs=1e-9)
+    assert (only.completion.ids, only.completion.finish) == ([], "length")
+    assert longer.completion.ids == plain.completion.ids
+    assert longer.completion.prompt_top == [()] * 19
+    assert only.completion.prompt_top[0] == ()
+    for place, top in enumerate(only.completion.prompt_top[1:]):
+        best = log_probs[place].topk(2)
+        assert [i for i, _ in top] == best.indices.tolist()
+        assert [p for _, p in top] == pytest.approx(best.values.tolist(), abs=1e-9)
+    assert (first.completion.prompt_log_probs, first.completion.finish) == ([None], "length")
+
+
+def test_a_prompt_that_fills_the_context_can_be_scored():
+    prompt = ids(8, BLOCK)
+    engine = Engine(model(), rows=1)
+    found = engine.submit(Request(prompt=prompt, max_new=0, score_prompt=True)).result()
+    assert len(found.prompt_log_probs) == BLOCK
+    with pytest.raises(ValueError, match="ask for 1 new token or more"):
+        engine.submit(Request(prompt=(1,), max_new=0))
+
+
+def test_all_or_none_are_submitted():
+    engine = Engine(model(), rows=2, waiting=1)
+    requests = [Request(prompt=(1,), max_new=2, sampling=GREEDY)] * 4
+    with pytest.raises(QueueFull):
+        engine.submit_all(requests)
+    assert engine.is_idle
+    handles = engine.submit_all(requests[:3])
+    with pytest.raises(QueueFull, match="3 requests are waiting already"):
+        engine.submit(requests[0])
+    assert len({handle.result().text for handle in handles}) == 1

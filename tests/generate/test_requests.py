@@ -7,10 +7,13 @@ import torch
 
 from generate.completions import GREEDY, PIECES, assert_same_completion, brute_force, model_of, varied
 from helpers import SAME_FUNCTION, SAME_ROW
-from thoughtbubbles.generate import decoders
-from thoughtbubbles.generate.decoders import Cached, check_fits
-from thoughtbubbles.generate.requests import DRAWS_AT_ONCE, Request, generate, stream
+from thoughtbubbles.generate import readers
+from thoughtbubbles.generate.decoders import check_fits
+from thoughtbubbles.generate.packed import Batch
+from thoughtbubbles.generate.readers import Cached
+from thoughtbubbles.generate.requests import Request, generate, stream
 from thoughtbubbles.generate.sample import Sampling, uniform
+from thoughtbubbles.model.budget import Budget
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +115,8 @@ def test_seeds(model):
 
 
 def test_every_new_token_has_its_own_draw():
-    """Draws are made many at a time; after these the next ones come, and not the same again."""
-    model = model_of(block_size=2 * DRAWS_AT_ONCE + 20)
-    request = Request(prompt=[1], max_new=2 * DRAWS_AT_ONCE + 9, sampling=Sampling(seed=3))
+    model = model_of(block_size=60)
+    request = Request(prompt=[1], max_new=50, sampling=Sampling(seed=3))
     [completion] = generate(model, [request])
     log_probs = model(torch.tensor([[1, *completion.ids]]), want=("log_probs",)).log_probs[0, :-1].detach()
     draws = torch.tensor([uniform(3, n) for n in range(request.max_new)], dtype=torch.float64)
@@ -192,18 +194,18 @@ def test_storage_that_grows_changes_nothing(model, monkeypatch):
     """Bitwise, with rows that end by turns."""
     requests = [request for request in varied() if len(request.prompt) < 4]
     expected = generate(model, requests, tokenizer=PIECES)
-    monkeypatch.setattr(decoders, "AT_FIRST", 1)
+    monkeypatch.setattr(readers, "AT_FIRST", 1)
     assert generate(model, requests, tokenizer=PIECES) == expected
-    decoder, room = Cached(model, capacity=11), []
-    decoder.start([[1, 2], [3]], [2, 1.5])
-    for n in range(9):
-        room.append(decoder.cache.capacity)
-        if n == 3:
-            decoder.keep(torch.tensor([1]))
-        decoder.step(torch.tensor([1, 2][: decoder.cache.rows]))
-    assert room == [4, 4, 4, 8, 8, 8, 8, 11, 11]
-    with pytest.raises(ValueError, match="the cache is full: its rows hold 11 tokens"):
-        decoder.step(torch.tensor([1])), decoder.step(torch.tensor([1]))
+    reader, room = Cached(model, rows=2, capacity=11, budget=Budget.of(2)), []
+    for row in range(2):
+        reader.open(row, 1.5)
+    for n in range(1, 12):
+        last = torch.tensor([0, 1]) if n < 9 else torch.tensor([0])
+        rows = [0, 1] if n < 9 else [1]
+        reader.read([n % 5] * len(rows), Batch.of(rows, [1] * len(rows)), longest=n, predict=last)
+        room.append(reader.cache.capacity)
+    assert room == [1, 2, 4, 4, 8, 8, 8, 8, 11, 11, 11]
+    assert reader.cache.n_tokens.tolist() == [8, 11]
 
 
 def test_a_vast_block_takes_no_memory_before_it_is_needed():
@@ -213,9 +215,8 @@ def test_a_vast_block_takes_no_memory_before_it_is_needed():
     [ended] = generate(model, [replace(request, max_new=None, end_ids=(five.ids[-1],))])
     assert ended.finish == "end"
     assert ended.ids == five.ids[: five.ids.index(five.ids[-1]) + 1]
-    decoder = Cached(model, capacity=2**24)
-    decoder.start([[1, 2]], [2])
-    assert decoder.cache.memory().total < 2**22
+    reader = Cached(model, rows=1, capacity=2**24, budget=Budget.of(2))
+    assert reader.cache.memory().total < 2**22
 
 
 def test_compiled_steps_say_what_does_not_fit():

@@ -136,10 +136,11 @@ class Cache(NamedTuple):
             )
         )
 
-    def grown(self, config: ModelConfig, capacity: int) -> "Cache":
+    def grown(self, config: ModelConfig, capacity: int, *, budget: Budget | None = None) -> "Cache":
         """The same contents in new storage for `capacity` tokens per row; the slot that is never read is not copied.
 
-        The budgets determine the size of that storage, so this synchronises with a GPU in any case.
+        budget  the largest one that a row can have, which determines the size of that storage; by default the largest
+                that a row has now (this synchronises with a GPU)
         """
         held = int(self.n_tokens.max())
         if not is_whole(capacity) or not held <= capacity <= config.block_size:
@@ -147,7 +148,8 @@ class Cache(NamedTuple):
                 f"capacity = {brief(capacity)}: give a whole number from {held}, the tokens in the cache, "
                 f"to block_size = {config.block_size}"
             )
-        budget = Budget(tuple(self.numerator.tolist()), tuple(self.denominator.tolist()))
+        if budget is None:
+            budget = Budget(tuple(self.numerator.tolist()), tuple(self.denominator.tolist()))
         key = self.spans[0].key
         fresh = new_cache(config, rows=self.rows, capacity=capacity, budget=budget, dtype=key.dtype, device=key.device)
         spans = []

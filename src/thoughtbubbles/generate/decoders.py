@@ -1,100 +1,29 @@
-"""Decoders: with the KV cache, without a cache, or with the cache and steps as CUDA graphs."""
+"""Generation with steps as CUDA graphs: one batch of requests after another."""
 
-from collections.abc import Sequence
-from fractions import Fraction
-from typing import Protocol, runtime_checkable
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from thoughtbubbles.generate.cache import Cache, cache_memory, new_cache
-from thoughtbubbles.generate.decode import Prediction, decode_step, predict_uncached, prefill
+from thoughtbubbles.generate.cache import cache_memory, new_cache
+from thoughtbubbles.generate.decode import Prediction, prefill
 from thoughtbubbles.generate.graph import GraphStep
+from thoughtbubbles.generate.jobs import ActiveRequest, Token
+from thoughtbubbles.generate.sample import BatchSampling, Picked, pick, uniform
 from thoughtbubbles.model.budget import Budget, Number
-from thoughtbubbles.model.config import BudgetMode
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-
-@runtime_checkable
-class Decoder(Protocol):
-    """Reads one batch of prompts after another, each of them token by token."""
-
-    def start(self, prompts: Sequence[Sequence[int]], budgets: Sequence[Number]) -> Prediction:
-        """Reads the prompts."""
-
-    def step(self, ids: Tensor) -> Prediction:
-        """Reads one more token per row."""
-
-    def keep(self, rows: Tensor) -> None:
-        """Continues with these rows only, in this order."""
-
-
-AT_FIRST = 1024  # initial capacity of the cache, in tokens per row
-
-
-class Cached:
-    """`capacity` is the most tokens that a row can reach; the storage of the cache grows with the tokens."""
-
-    def __init__(self, model: Thoughtbubbles, *, capacity: int):
-        self.model, self.capacity = model, capacity
-        self.cache: Cache | None = None
-
-    def start(self, prompts: Sequence[Sequence[int]], budgets: Sequence[Number]) -> Prediction:
-        ids, lengths = padded(prompts, device=self.model.embedding.weight.device)
-        self._longest = ids.shape[1]
-        room = min(self.capacity, max(AT_FIRST, 2 * self._longest))
-        prediction, self.cache = prefill(self.model, ids, lengths=lengths, budget=list(budgets), capacity=room)
-        return prediction
-
-    def step(self, ids: Tensor) -> Prediction:
-        assert self.cache is not None
-        self._longest += 1  # an upper bound, if the longest row was dropped; does not synchronise with a GPU
-        if self.cache.capacity < min(self._longest, self.capacity):
-            self.cache = self.cache.grown(self.model.config, min(self.capacity, 2 * self.cache.capacity))
-        prediction, self.cache = decode_step(self.model, self.cache, ids)
-        return prediction
-
-    def keep(self, rows: Tensor) -> None:
-        assert self.cache is not None
-        self.cache = self.cache.reorder(rows)
-
-
-class Uncached:
-    def __init__(self, model: Thoughtbubbles, *, budget_mode: BudgetMode | None):
-        self.model, self.budget_mode = model, budget_mode
-
-    def start(self, prompts: Sequence[Sequence[int]], budgets: Sequence[Number]) -> Prediction:
-        self.ids, self.lengths = padded(prompts, device=self.model.embedding.weight.device)
-        self.budgets = list(budgets)
-        return self._read()
-
-    def step(self, ids: Tensor) -> Prediction:
-        longest = int(self.lengths.max())
-        self.ids = F.pad(self.ids, (0, longest + 1 - self.ids.shape[1]))
-        self.ids.scatter_(1, self.lengths[:, None], ids[:, None])
-        self.lengths = self.lengths + 1
-        return self._read()
-
-    def keep(self, rows: Tensor) -> None:
-        self.lengths = self.lengths[rows]
-        self.ids = self.ids[rows, : int(self.lengths.max())]
-        self.budgets = [self.budgets[row] for row in rows.tolist()]
-
-    def _read(self) -> Prediction:
-        return predict_uncached(
-            self.model, self.ids, lengths=self.lengths, budget=self.budgets, budget_mode=self.budget_mode
-        )
+DRAWS_AT_ONCE = 64
 
 
 class Graphed:
-    """`Cached` with steps replayed as CUDA graphs, over storage that all batches share."""
+    """Decoding with steps that are replayed as CUDA graphs, over storage that all batches share."""
 
     def __init__(self, model: Thoughtbubbles, *, rows: int, capacity: int, budgets: Sequence[Number]):
         self.model = model
-        exact = [Budget.of(budget) for budget in budgets]
-        largest = Budget.of(max(Fraction(b.numerator[0], b.denominator[0]) for b in exact))
+        largest = Budget.of(Budget.of(list(budgets)).largest)
         weight = model.embedding.weight
         need = cache_memory(model.config, rows=rows, capacity=capacity, budget=largest, dtype=weight.dtype).total
         check_fits(need, free=free_memory(weight.device), rows=rows, capacity=capacity)
@@ -129,6 +58,73 @@ class Graphed:
         self._rows = self._rows[rows]
         self._step.active.zero_()
         self._step.active[self._rows] = True
+
+
+def run(graphs: Graphed, jobs: Sequence[ActiveRequest], *, rows: int, n_ids: int) -> Iterator[Token]:
+    """Requests of similar length are batched together."""
+    ordered = sorted(jobs, key=lambda job: len(job.prompt))
+    for first in range(0, len(ordered), rows):
+        yield from _run_batch(graphs, ordered[first : first + rows], n_ids=n_ids)
+
+
+def _run_batch(decoder: Graphed, rows: list[ActiveRequest], *, n_ids: int) -> Iterator[Token]:
+    prediction = decoder.start([row.prompt for row in rows], [row.budget for row in rows])
+    device = prediction.logits.device
+    settings, n_top = (
+        BatchSampling.of([row.request.sampling for row in rows], device=device),
+        max(r.request.top for r in rows),
+    )
+    seen = _seen(rows, prediction) if settings.penalty is not None else None
+    while True:
+        if (now := rows[0].n_new % DRAWS_AT_ONCE) == 0:  # all rows of a batch have as many new tokens
+            draws = _draws(rows, device)
+        picked = pick(prediction.logits, settings, draws[:, now], n_ids=n_ids, seen=seen, n_top=n_top)
+        facts, ids = _packed(picked, prediction), picked.id
+        seen = None if seen is None else seen.scatter(1, ids[:, None], True)
+        tokens = [row.take(*of_row) for row, of_row in zip(rows, _unpacked(facts, rows), strict=True)]
+        yield from tokens
+        left = [i for i, token in enumerate(tokens) if token.finish is None]
+        if not left:
+            return
+        if len(left) < len(rows):
+            index, rows = torch.tensor(left, device=device), [rows[i] for i in left]
+            decoder.keep(index)
+            ids, draws, seen = ids[index], draws[index], None if seen is None else seen[index]
+            settings = BatchSampling.of([row.request.sampling for row in rows], device=device)
+            n_top = max(row.request.top for row in rows)
+        prediction = decoder.step(ids)
+
+
+def _draws(rows: Sequence[ActiveRequest], device: torch.device) -> Tensor:
+    """Random numbers for the next steps, sent together: sending data to a GPU waits until it has finished its work."""
+    steps = range(rows[0].n_new, rows[0].n_new + DRAWS_AT_ONCE)
+    draws = [[uniform(row.request.sampling.seed, step) for step in steps] for row in rows]
+    return torch.tensor(draws, dtype=torch.float64, device=device)
+
+
+def _seen(rows: Sequence[ActiveRequest], prediction: Prediction) -> Tensor:
+    """Which tokens each row already contains."""
+    seen = torch.zeros_like(prediction.logits, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        seen[i, torch.tensor(row.prompt, device=seen.device)] = True
+    return seen
+
+
+def _packed(picked: Picked, prediction: Prediction) -> Tensor:
+    """All results that the host needs, as one tensor, so that they take one transfer."""
+    columns = [picked.id[:, None], picked.log_prob[:, None], prediction.streams[:, None]]
+    return torch.cat([column.double() for column in (*columns, picked.top_id, picked.top_log_prob)], dim=1)
+
+
+def _unpacked(
+    facts: Tensor, rows: Sequence[ActiveRequest]
+) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...], int]]:
+    for (token, log_prob, streams, *top), row in zip(facts.tolist(), rows, strict=True):
+        if math.isnan(log_prob):
+            raise ValueError("the model's logits are NaN: check its weights")
+        n = len(top) // 2
+        likeliest = tuple((int(i), p) for i, p in zip(top[:n], top[n:], strict=True))
+        yield int(token), log_prob, likeliest[: row.request.top], int(streams)
 
 
 def most_streams(budget: Budget, capacity: int) -> int:

@@ -51,6 +51,10 @@ class Budget(NamedTuple):
         """1 if all rows have the same budget."""
         return len(self.numerator)
 
+    @property
+    def largest(self) -> Fraction:
+        return max(Fraction(n, d) for n, d in zip(self.numerator, self.denominator, strict=True))
+
     def floor(self, tokens: Int[Tensor, "#B n"]) -> Int[Tensor, "_ n"]:
         numerator, denominator = self._columns(tokens.device)
         return tokens * numerator // denominator

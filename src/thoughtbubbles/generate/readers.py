@@ -1,0 +1,84 @@
+"""How the engine reads tokens: into the KV cache, or without a cache, every text again for each of its tokens."""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from thoughtbubbles.generate.cache import new_cache
+from thoughtbubbles.generate.decode import Prediction, predict_uncached
+from thoughtbubbles.generate.decoders import padded
+from thoughtbubbles.generate.packed import Batch, read
+from thoughtbubbles.model.budget import Budget, Number
+from thoughtbubbles.model.config import BudgetMode
+from thoughtbubbles.model.transformer import Thoughtbubbles
+
+AT_FIRST = 1024  # initial capacity of the cache, in tokens per row
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """A fixed number of rows, each with a text of its own."""
+
+    def open(self, row: int, budget: Number) -> None:
+        """Empties a row."""
+
+    def read(self, ids: Sequence[int], batch: Batch, *, longest: int, predict: Tensor) -> Prediction:
+        """Adds packed tokens to their rows; returns what some of them predict. No row then has more than `longest`."""
+
+
+class Cached:
+    """`capacity` is the most tokens that a row can reach; the storage grows with the tokens.
+
+    It has room for every row with the largest of the budgets.
+    """
+
+    def __init__(self, model: Thoughtbubbles, *, rows: int, capacity: int, budget: Budget):
+        self.model, self.capacity = model, capacity
+        weight = model.embedding.weight
+        kind = weight.device.type
+        self.cache = new_cache(
+            model.config,
+            rows=rows,
+            capacity=min(AT_FIRST, capacity),
+            budget=budget,
+            dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype,
+            device=weight.device,
+        )
+        self._budget = budget
+
+    def open(self, row: int, budget: Number) -> None:
+        self.cache.clear(row, Budget.of(budget))
+
+    def copy_prefix(self, source: int, row: int, n_tokens: int) -> None:
+        """Lets an empty row begin with the first tokens of another one that has the same budget."""
+        self.cache.copy_prefix(source, row, n_tokens)
+
+    def read(self, ids: Sequence[int], batch: Batch, *, longest: int, predict: Tensor) -> Prediction:
+        if longest > self.cache.capacity:
+            room = min(self.capacity, max(longest, 2 * self.cache.capacity))
+            self.cache = self.cache.grown(self.model.config, room, budget=self._budget)
+        device = self.cache.n_tokens.device
+        return read(self.model, self.cache, torch.tensor(ids, device=device), batch, predict=predict)
+
+
+class Uncached:
+    """Exact for every selection rule, also one that revises its decisions, but slow."""
+
+    def __init__(self, model: Thoughtbubbles, *, rows: int, budget_mode: BudgetMode | None):
+        self.model, self.budget_mode = model, budget_mode
+        self.ids: list[list[int]] = [[] for _ in range(rows)]
+        self.budgets: list[Number] = [1] * rows
+
+    def open(self, row: int, budget: Number) -> None:
+        self.ids[row], self.budgets[row] = [], budget
+
+    def read(self, ids: Sequence[int], batch: Batch, *, longest: int, predict: Tensor) -> Prediction:
+        rows = batch.rows.tolist()
+        for token, row in zip(ids, batch.row.tolist(), strict=True):
+            self.ids[rows[row]].append(token)
+        asked = [rows[row] for row in batch.row[predict].tolist()]
+        texts, lengths = padded([self.ids[row] for row in asked], device=self.model.embedding.weight.device)
+        budget = [self.budgets[row] for row in asked]
+        return predict_uncached(self.model, texts, lengths=lengths, budget=budget, budget_mode=self.budget_mode)
