@@ -133,8 +133,13 @@ class Attention(torch.nn.Module):
                 value_gate=layout.value_gate, n_head=self.n_head, least_bias=layout.least_bias,
             )  # fmt: skip
             return Update(self.out.product(self.gate_heads(heads, x)), self.out.bias)
-        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        q, k = rotate(q, layout.rotary), rotate(k, layout.rotary)
+        q_and_k, v = (
+            self.qkv(x)
+            .unflatten(-1, (3 * self.n_head, -1))
+            .transpose(1, 2)
+            .split((2 * self.n_head, self.n_head), dim=1)
+        )
+        q, k = rotate(q_and_k, layout.rotary).chunk(2, dim=1)
         if self.form.score_channel:
             q = F.pad(q[..., :-1], (0, 1))  # zero, so that it is left out of q·k
         heads = path(q, k, v, layout).transpose(1, 2).flatten(2)

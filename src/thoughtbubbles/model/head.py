@@ -21,6 +21,7 @@ from torch import Tensor
 
 from thoughtbubbles.model.config import Merge
 from thoughtbubbles.model.gradients import gather_with_inverse, weighted_sum
+from thoughtbubbles.model.linear import linear
 from thoughtbubbles.model.loss import IGNORED, mean_loss, row_log_prob
 from thoughtbubbles.model.streams import (
     Streams,
@@ -127,7 +128,7 @@ def merge_residual(streams: Streams, *, n_tokens: int, max_bubble: int) -> Float
 
 def logits(rows: OutputRows, weight: Float[Tensor, "V D"]) -> Float[Tensor, "B T V"]:
     """One distribution per token: plain logits, or log-probabilities of a mixture. Matrix products follow autocast."""
-    every = at_least_float32(F.linear(rows.x, weight))
+    every = at_least_float32(linear(rows.x, weight))
     if not rows.is_mixture:
         return every
     joint = every.log_softmax(-1) + rows.log_score[..., None]

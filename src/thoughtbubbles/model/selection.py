@@ -177,6 +177,11 @@ def ranks(
     counted pairwise within short runs, and from a cumulative table of tokens over all earlier runs. Time and memory are
     C · (64 + T/64); comparing all pairs would take C².
     """
+    if key.shape[1] <= RUN:  # as in a decoding step: one run, so the order does not matter
+        larger, theirs, mine = key[:, None] > key[..., None], token[:, None], token[..., None]
+        return (larger & (theirs <= mine)).sum(-1, dtype=torch.int32), (larger & (theirs == mine)).sum(
+            -1, dtype=torch.int32
+        )
     order = key.argsort(dim=-1, descending=True)
     padding = -key.shape[1] % RUN
     runs = F.pad(token.gather(-1, order), (0, padding), value=n_tokens).unflatten(-1, (-1, RUN))
