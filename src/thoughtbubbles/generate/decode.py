@@ -153,17 +153,22 @@ def decode_step(
         raise ValueError(f"active = {brief(active)}: give a tensor with True or False for each of {cache.rows} rows")
     if not ids.device == active.device == cache.n_tokens.device:
         raise ValueError(f"ids are on {ids.device}, active on {active.device}: the cache is on {cache.n_tokens.device}")
-    wrong = active & ((ids < 0) | (ids >= model.config.vocab_size))
+    check_next(model, cache, ids[:, None], active[:, None])
+    return advance(model, cache, torch.where(active, ids, 0), active)
+
+
+def check_next(model: Thoughtbubbles, cache: Cache, ids: Int[Tensor, "B n"], real: Bool[Tensor, "B n"]) -> None:
+    """The next tokens of each row, those that are real: are they ids, and does the cache have room for them?"""
+    wrong = real & ((ids < 0) | (ids >= model.config.vocab_size))
     if bool(wrong.any()):
         raise ValueError(
             f"ids has {int(ids[wrong][0])}: the vocabulary has ids from 0 to {model.config.vocab_size - 1}"
         )
-    if bool((active & (cache.n_tokens >= cache.capacity)).any()):
+    if bool((cache.n_tokens + real.sum(1) > cache.capacity).any()):
         raise ValueError(
             f"the cache is full: its rows hold {cache.capacity} tokens (block_size = {model.config.block_size}); "
             "positions past block_size were never trained, so there is no sliding window: stop, or start a new row"
         )
-    return advance(model, cache, torch.where(active, ids, 0), active)
 
 
 def _check_cache(name: str, cache: Cache, model: Thoughtbubbles) -> None:

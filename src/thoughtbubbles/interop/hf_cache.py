@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor
 
 from thoughtbubbles.generate.cache import Cache, new_cache
-from thoughtbubbles.generate.decode import decode_step, prefill
+from thoughtbubbles.generate.decode import check_next, prefill
+from thoughtbubbles.generate.packed import Batch, read
 from thoughtbubbles.interop.hf_padding import Padding
 from thoughtbubbles.model.budget import Budget, BudgetLike
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -61,8 +62,8 @@ class ThoughtbubblesCache(transformers.Cache):
     ) -> Tensor:
         """Reads more columns. Returns the logits after the last one (B, V), or after each one (B, T, V).
 
-        An empty cache reads them in parallel and returns the last; later, or if a row has no token yet, they are read
-        one by one. The budget is that of the first call: no earlier decision can be revised.
+        An empty cache returns the last, unless a row has no token yet. The budget is that of the first call: no earlier
+        decision can be revised.
         """
         self._read_held(model)
         real = torch.ones_like(ids, dtype=torch.bool) if padding is None else padding.is_real
@@ -73,7 +74,7 @@ class ThoughtbubblesCache(transformers.Cache):
             prediction, self.state = prefill(model, rows, lengths=lengths, budget=budget, into=room)
             logits = prediction.logits
         else:
-            logits, self.state = _read_one_by_one(model, room, ids, real)
+            logits, self.state = _read_more(model, room, ids, real), room
         self.is_real = real if self.is_real is None else torch.cat([self.is_real, real], dim=1)
         self.n_layer = model.config.n_layer
         return logits
@@ -170,12 +171,16 @@ class ThoughtbubblesCache(transformers.Cache):
         raise ValueError(HOLDS)
 
 
-def _read_one_by_one(model: Thoughtbubbles, cache: Cache, ids: Tensor, real: Tensor) -> tuple[Tensor, Cache]:
-    steps = []
-    for i in range(ids.shape[1]):
-        prediction, cache = decode_step(model, cache, ids[:, i], active=real[:, i])
-        steps.append(prediction.logits.masked_fill(~real[:, i, None], 0))
-    return torch.stack(steps, dim=1), cache
+def _read_more(model: Thoughtbubbles, cache: Cache, ids: Tensor, real: Tensor) -> Tensor:
+    """Adds the columns to the cache, in place; returns the logits after each, 0 where it is padding."""
+    check_next(model, cache, ids, real)
+    logits = torch.zeros(*ids.shape, model.config.vocab_size, dtype=cache.spans[0].log_score.dtype, device=ids.device)
+    lengths = real.sum(1).tolist()
+    if rows := [row for row, n in enumerate(lengths) if n]:
+        batch = Batch.of(rows, [lengths[row] for row in rows], device=ids.device)
+        every = torch.arange(sum(lengths), device=ids.device)
+        logits[real] = read(model, cache, ids[real], batch, predict=every).logits.to(logits.dtype)
+    return logits
 
 
 def _of_rows(budget: BudgetLike | Budget, rows: Tensor) -> Budget:
