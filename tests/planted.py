@@ -343,7 +343,6 @@ FAULTS = [
     Fault("generate/scheduler.py", "return self.budget, tuple", "return Budget.of(1), tuple", ENGINE),
     Fault("generate/scheduler.py", "                self._forget(work.row)\n", "", ENGINE),
     Fault("generate/scheduler.py", "            if n > room:\n                break\n", "", ENGINE),
-    Fault("generate/scheduler.py", "work.can_share and due in begun", "False", ENGINE),
     Fault("generate/scheduler.py", "self.chunk or not work.can_share", "self.chunk", ENGINE),
     Fault("generate/engine.py", "uniform(each.seed, handle.job.n_new)", "uniform(each.seed, 0)", ENGINE),
     Fault("generate/engine.py", "            self._seen[token.id] = True\n", "            pass\n", ENGINE),

@@ -359,24 +359,28 @@ def test_block_selection_is_read_without_a_cache(budget_mode: str):
 
 @pytest.mark.parametrize("chunk", [1, 4, 64])
 def test_a_scored_prompt(chunk: int):
-    engine = Engine(model(), rows=3, chunk=chunk)
+    engine = Engine(model(), rows=4, chunk=chunk)
     prompt = ids(7, 19)
     plain = engine.submit(Request(prompt=prompt, max_new=2, budget=2, sampling=GREEDY))
     plain.result()
     only = engine.submit(Request(prompt=prompt, max_new=0, budget=2, score_prompt=True, top=2))
-    longer = engine.submit(Request(prompt=prompt, max_new=2, budget=2, sampling=GREEDY, score_prompt=True))
+    again = engine.submit(Request(prompt=prompt, max_new=2, budget=2, sampling=GREEDY, score_prompt=True))
+    shorter = engine.submit(Request(prompt=prompt[3:10], max_new=1, budget=2, score_prompt=True))
     first = engine.submit(Request(prompt=prompt[:1], max_new=0, score_prompt=True))
     for _ in engine.run():
         pass
     log_probs = model()(torch.tensor([prompt]), budget=2, want=("log_probs",)).log_probs[0].detach()
     expected = log_probs[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
-    for handle in (only, longer):
+    for handle in (only, again):
         assert handle.n_shared == 0
         assert handle.completion.prompt_log_probs[0] is None
         assert handle.completion.prompt_log_probs[1:] == pytest.approx(expected, abs=1e-9)
     assert (only.completion.ids, only.completion.finish) == ([], "length")
-    assert longer.completion.ids == plain.completion.ids
-    assert longer.completion.prompt_top == [()] * 19
+    assert again.completion.ids == plain.completion.ids
+    assert again.completion.prompt_top == [()] * 19
+    other = model()(torch.tensor([prompt[3:10]]), budget=2, want=("log_probs",)).log_probs[0].detach()
+    expected = other[:-1].gather(1, torch.tensor(prompt[4:10])[:, None])[:, 0].tolist()
+    assert shorter.completion.prompt_log_probs[1:] == pytest.approx(expected, abs=1e-9)
     assert only.completion.prompt_top[0] == ()
     for place, top in enumerate(only.completion.prompt_top[1:]):
         best = log_probs[place].topk(2)
@@ -392,6 +396,17 @@ def test_a_prompt_that_fills_the_context_can_be_scored():
     assert len(found.prompt_log_probs) == BLOCK
     with pytest.raises(ValueError, match="ask for 1 new token or more"):
         engine.submit(Request(prompt=(1,), max_new=0))
+
+
+def test_a_step_reads_no_more_than_a_chunk_of_prompts():
+    engine = Engine(model(), rows=4, chunk=8)
+    handles = engine.submit_all([Request(prompt=ids(n, n), max_new=2, sampling=GREEDY) for n in (5, 3, 6, 2)])
+    read = []
+    for _ in range(3):
+        engine.step()
+        read.append(engine.stats().tokens_read)
+    assert read == [8, 16, 16]
+    assert len({handle.result().finish for handle in handles}) == 1
 
 
 def test_all_or_none_are_submitted():

@@ -206,6 +206,9 @@ def test_storage_that_grows_changes_nothing(model, monkeypatch):
         room.append(reader.cache.capacity)
     assert room == [1, 2, 4, 4, 8, 8, 8, 8, 11, 11, 11]
     assert reader.cache.n_tokens.tolist() == [8, 11]
+    reader.open(0, 2)  # the storage that has grown has room for the largest budget, though no row had it then
+    reader.read([3] * 11, Batch.of([0], [11]), longest=11, predict=torch.tensor([10]))
+    assert int(reader.cache.streams(11)[0].sum()) > 16
 
 
 def test_a_vast_block_takes_no_memory_before_it_is_needed():

@@ -115,18 +115,14 @@ class Scheduler(Generic[W]):
     def plan(self) -> list[tuple[W, int]]:
         """Who is read in this step, and how many tokens: all that generate, and prompts while they fit in a chunk."""
         plan = [(work, 1) for work in self.live if work.next is not None]
-        room, begun = self.chunk, set()
+        room = self.chunk
         for work in self.live:
             if work.next is not None:
                 continue
             self._share(work)
             n = min(self.chunk - work.n_read % self.chunk, len(work.prompt) - work.n_read)
-            due = work.beginning(work.n_read + n)
-            if work.can_share and due in begun:
-                continue  # the same chunk is being read: copy it in the next step
-            if n > room:
+            if n > room:  # a whole chunk leaves no room, so no step reads the same one twice: it is copied in the next
                 break
-            begun.add(due)
             plan.append((work, n))
             room -= n
         return plan
