@@ -71,7 +71,7 @@ class Server:
     def __exit__(self, *error: object) -> None:
         if self.process is not None:
             self.process.send_signal(signal.SIGTERM)
-            self.process.wait(60)
+            self.process.communicate(timeout=60)
 
     def connect(self, timeout: float = 120) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.place.hostname or "127.0.0.1", self.place.port, timeout=timeout)
@@ -115,6 +115,9 @@ class Client:
         self.server, self.model = server, model
         self.connection = server.connect()
 
+    def close(self) -> None:
+        self.connection.close()
+
     def ask(self, question: Question, **more: Any) -> Reply:
         body = {"model": self.model, "prompt": question.prompt, "budget": question.budget}
         return self.send(json.dumps({**body, "max_tokens": question.new, "temperature": 0, **more}))
@@ -125,7 +128,7 @@ class Client:
             reply = self.connection.getresponse()
             text = reply.read()
         except (OSError, http.client.HTTPException):
-            self.connection.close()  # the next request opens another one
+            self.close()  # the next request opens another one
             raise
         is_json = reply.headers.get_content_type() == "application/json"
         return Reply(reply.status, json.loads(text) if is_json else text, float(reply.headers.get("retry-after", 0)))
@@ -259,7 +262,7 @@ def crowd(
         client, draw = Client(server, model), random.Random(seed)
         while not ended.is_set():
             draw.choice(behaviours)(client, answers, tally, draw)
-        client.connection.close()
+        client.close()
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(clients)]
     for thread in threads:
@@ -275,7 +278,8 @@ def crowd(
 def load(server: Server, *, clients: int, seconds: float) -> dict[str, Any]:
     """Serial, then all at the same time."""
     model = json.loads(server.get("/v1/models"))["data"][0]["id"]
-    answers, alone = serially(Client(server, model), questions())
+    with contextlib.closing(Client(server, model)) as client:
+        answers, alone = serially(client, questions())
     with crowd(server, answers, model=model, clients=clients, behaviours=GOOD) as tally:
         time.sleep(seconds / 3)
         middle, begin, before = server.resident(), time.monotonic(), server.metric(GENERATED)
@@ -298,7 +302,8 @@ def load(server: Server, *, clients: int, seconds: float) -> dict[str, Any]:
 def soak(server: Server, *, clients: int, seconds: float) -> dict[str, Any]:
     """All kinds of behaviour. What the server uses is counted when it is idle, before and after."""
     model = json.loads(server.get("/v1/models"))["data"][0]["id"]
-    answers, _ = serially(Client(server, model), questions()[:6])
+    with contextlib.closing(Client(server, model)) as client:
+        answers, _ = serially(client, questions()[:6])
     with crowd(server, answers, model=model, clients=clients, behaviours=MIXED) as warm_up:
         time.sleep(seconds / 4)  # all rows are touched, all buffers are allocated
     before = in_use(server)

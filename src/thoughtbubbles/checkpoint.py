@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from thoughtbubbles import __version__
+from thoughtbubbles.data.records import CHAT_TEMPLATE
+from thoughtbubbles.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from thoughtbubbles.data.tokenizer import Tokenizer, read_tokenizer, save_tokenizer
 from thoughtbubbles.files import (
     MANIFEST,
@@ -53,15 +55,17 @@ def save_model(
     *,
     tokenizer: Tokenizer | None = None,
     dtype: torch.dtype | None = None,
+    chat: bool = False,
 ) -> Path:
-    """Writes a model folder; `dtype` converts the weights, e.g. to torch.bfloat16. An existing folder is replaced,
-    except for the evaluations in it, which record the weights that they are for."""
+    """Writes a model folder; `dtype` converts the weights, e.g. to torch.bfloat16; `chat` declares that the model was
+    trained on chats. An existing folder is replaced, except for the evaluations in it, which record the weights that
+    they are for."""
     weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
     if dtype is not None:
         weights = {name: weight.to(dtype) for name, weight in weights.items()}
     folder = Path(folder)
     partial = partial_folder(folder)
-    write_model(partial, model.config, weights, tokenizer=tokenizer)
+    write_model(partial, model.config, weights, tokenizer=tokenizer, chat=chat)
     if (folder / "eval").is_dir():  # see evals/results.py; copied, so that a failed save loses nothing
         with named(folder / "eval", "move it away"):
             shutil.copytree(folder / "eval", partial / "eval")
@@ -70,7 +74,12 @@ def save_model(
 
 
 def write_model(
-    folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], *, tokenizer: Tokenizer | None
+    folder: Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    *,
+    tokenizer: Tokenizer | None,
+    chat: bool = False,
 ) -> None:
     """Writes the files of a model folder, into a folder that does not have its final name yet."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +96,8 @@ def write_model(
     write_json(folder / CONFIG, described)
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / WEIGHTS, {"format": "pt"})
     if tokenizer is not None:
-        save_tokenizer(tokenizer, folder, max_length=config.block_size)
+        template = CHAT_TEMPLATE if chat else None
+        save_tokenizer(tokenizer, folder, max_length=config.block_size, chat_template=template)
 
 
 def ids_of(tokenizer: Tokenizer) -> dict[str, int]:
@@ -120,6 +130,12 @@ def load_tokenizer(folder: str | Path | None = None) -> Tokenizer | None:
     """The tokenizer of a model folder, if it has one; by default of the model in the package."""
     folder = find_model(folder)
     return read_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
+
+
+def has_chat_form(folder: str | Path | None = None) -> bool:
+    """Whether the model declares that it was trained on chats in our format (data/records.py)."""
+    path = find_model(folder) / TOKENIZER_CONFIG
+    return path.is_file() and read_object(path, remedy=DAMAGED).get("chat_template") == CHAT_TEMPLATE
 
 
 def find_model(path: str | Path | None = None) -> Path:

@@ -135,6 +135,12 @@ def reproduce(arguments: Sequence[str]) -> None:
     tyro.cli(run, prog="thoughtbubbles reproduce", args=arguments)
 
 
+def serve(arguments: Sequence[str]) -> None:
+    from thoughtbubbles.serve.command import serve as run
+
+    tyro.cli(run, prog="thoughtbubbles serve", args=arguments)
+
+
 def train(arguments: Sequence[str]) -> None:
     """Trains a recipe, or resumes a run; the fields of its RunConfig are options."""
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -200,6 +206,7 @@ VERBS = {
     "reproduce": Verb(
         reproduce, "the experiments behind docs/results: train and measure their rows, render the report"
     ),
+    "serve": Verb(serve, "a server with OpenAI's API: completions, streaming, a thinking budget for each request"),
     "train": Verb(train, "pretrain, mid-train or fine-tune, on one device or many"),
     "watch": Verb(watch, "a page in the browser: type text, and watch the bubbles of its tokens"),
 }

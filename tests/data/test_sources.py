@@ -17,6 +17,7 @@ import zstandard
 from thoughtbubbles.data import sources
 from thoughtbubbles.data.encode import encode_chunk, encode_parts
 from thoughtbubbles.data.records import (
+    CHAT_TEMPLATE,
     Document,
     Example,
     Part,
@@ -348,6 +349,15 @@ def test_prompts_in_use_are_those_of_training():
     parts = read_record({"messages": CHAT}).parts
     assert chat_parts(CHAT[:4]) == list(parts[:3])  # up to the assistant's second turn
     assert chat_parts(CHAT)[:4] == list(parts)
+
+
+@pytest.mark.parametrize("n", range(len(CHAT) + 1))
+def test_the_chat_template_has_the_format_of_training(n):
+    render = pytest.importorskip("jinja2").Template(CHAT_TEMPLATE).render
+    parts = chat_parts(CHAT[:n])
+    asks = bool(parts) and not parts[-1].said
+    expected = "".join(part.text + "<|endoftext|>" * part.said for part in parts)
+    assert render(messages=CHAT[:n], eos_token="<|endoftext|>", add_generation_prompt=asks) == expected
 
 
 def test_parquet_as_the_named_datasets_have_it(tmp_path):

@@ -166,6 +166,23 @@ def test_a_generation_is_that_of_the_library(client, served, temperature):
     assert lines[-1]["finish"] == expected.finish
 
 
+def test_generations_of_several_models(client, served):
+    for own in (*served, *served):
+        asked = {"text": "abc", "model": own.name, "max_new": 4, "temperature": 0, "budget": 100}
+        lines = [json.loads(line) for line in client.post("/api/generate", json=asked).text.splitlines()]
+        request = Request(prompt="abc", max_new=4, budget=100, sampling=Sampling(temperature=0))
+        assert [line["id"] for line in lines] == generate(own.model, [request], tokenizer=BYTES)[0].ids
+
+
+def test_a_generation_with_block_selection():
+    own = small(selection="block")
+    asked = {"text": "abc", "max_new": 4, "temperature": 0}
+    reply = TestClient(create_app([own]), base_url=HOST).post("/api/generate", json=asked)
+    request = Request(prompt="abc", max_new=4, sampling=Sampling(temperature=0))
+    expected = generate(own.model, [request], tokenizer=BYTES)[0].ids
+    assert [json.loads(line)["id"] for line in reply.text.splitlines()] == expected
+
+
 def test_a_generation_stays_in_the_context_length(client):
     reply = client.post("/api/generate", json={"text": "a" * 30, "max_new": 500, "seed": 1})
     assert 1 <= len(reply.text.splitlines()) <= 2
@@ -259,7 +276,7 @@ def test_headers(client):
 
 def test_the_page_needs_nothing_from_outside():
     """No address but our own, no inline script or style."""
-    folder = Path(sys.modules["thoughtbubbles.serve.app"].STATIC)
+    folder = Path(sys.modules["thoughtbubbles.serve.page"].STATIC)
     files = [path for path in folder.iterdir() if path.suffix in (".html", ".js", ".css")]
     assert len(files) > 10
     for path in files:

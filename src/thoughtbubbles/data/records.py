@@ -22,6 +22,19 @@ FORMS = "{text}, {question, answer}, {question, steps, answer}, {question, choic
 
 SPEAKERS = {"system": "System", "user": "User", "tool": "Tool"}
 ASSISTANT = "Assistant:"
+# chat_parts as a Jinja template, for the field chat_template of Hugging Face's tokenizer_config.json: a model that has
+# exactly this one there was trained on our format (checkpoint.has_chat_form).
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{{ 'Assistant: ' + message['content'] | trim + eos_token }}"
+    "{% else %}"
+    "{{ {'system': 'System', 'user': 'User', 'tool': 'Tool'}[message['role']] + ': ' }}"
+    "{{ message['content'] | trim + '\n' }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 

@@ -190,10 +190,13 @@ def _split_long_white(text: str) -> list[str]:
     return [text[a:b] for a, b in pairwise(cuts)]
 
 
-def save_tokenizer(tok: Tokenizer, folder: Path, *, max_length: int | None = None) -> None:
+def save_tokenizer(
+    tok: Tokenizer, folder: Path, *, max_length: int | None = None, chat_template: str | None = None
+) -> None:
     """Writes two files for Hugging Face's AutoTokenizer (which gives the same ids) and for `read_tokenizer`.
 
-    max_length  the model's context length, for truncation in Hugging Face
+    max_length     the model's context length, for truncation in Hugging Face
+    chat_template  how the model was trained on chats, as a Jinja template
     """
     vocabulary, merges, words = tok._hugging_face_model()
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": words}
@@ -228,6 +231,7 @@ def save_tokenizer(tok: Tokenizer, folder: Path, *, max_length: int | None = Non
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,  # text that spells a special token is ordinary text
         **({} if max_length is None else {"model_max_length": max_length}),
+        **({} if chat_template is None else {"chat_template": chat_template}),
         NAME_FIELD: tok.name,
     }
     folder.mkdir(parents=True, exist_ok=True)

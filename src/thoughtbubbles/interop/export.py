@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from thoughtbubbles.checkpoint import CONFIG, find_model, ids_of, load, load_tokenizer, write_model
+from thoughtbubbles.checkpoint import CONFIG, find_model, has_chat_form, ids_of, load, load_tokenizer, write_model
 from thoughtbubbles.files import (
     MANIFEST,
     check_folder,
@@ -28,14 +28,20 @@ from thoughtbubbles.interop.remote_code import AUTO_MAP, remote_code
 CARD, GENERATION = "README.md", "generation_config.json"
 
 
-def export(checkpoint: Path | None = None, *, out: Path, dtype: torch.dtype | None = None) -> Path:
-    """Writes the folder `out`; raises ValueError if it contains anything but an earlier export."""
+def export(checkpoint: Path | None = None, *, out: Path, dtype: torch.dtype | None = None, chat: bool = False) -> Path:
+    """Writes the folder `out`; raises ValueError if it contains anything but an earlier export.
+
+    chat  declares that the model was trained on chats; one that says so already keeps it
+    """
     out = check_folder(out, option="--out")  # a link's target is replaced, not the link
     check_out(out)
     folder = find_model(checkpoint)
     model, tokenizer = load(folder, dtype=dtype), load_tokenizer(folder)
+    if chat and tokenizer is None:
+        raise ValueError("--chat: the model has no tokenizer, whose configuration would declare it")
     partial = partial_folder(out)
-    write_model(partial, model.config, model.state_dict(), tokenizer=tokenizer)
+    chat = chat or has_chat_form(folder)
+    write_model(partial, model.config, model.state_dict(), tokenizer=tokenizer, chat=chat)
     write_json(partial / CONFIG, {**read_object(partial / CONFIG), "auto_map": AUTO_MAP})
     ids = {} if tokenizer is None else {name: i for name, i in ids_of(tokenizer).items() if name.endswith("_token_id")}
     write_json(partial / GENERATION, ids)

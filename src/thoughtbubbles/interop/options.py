@@ -12,7 +12,11 @@ from thoughtbubbles.files import check_folder, or_shipped
 
 
 def export(
-    *, checkpoint: Path | None = None, out: Path, dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    *,
+    checkpoint: Path | None = None,
+    out: Path,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    chat: bool = False,
 ) -> None:
     """Write a model as a folder that is ready for the Hugging Face Hub.
 
@@ -26,13 +30,15 @@ def export(
         out: The folder to write: a new or empty one, or that of an earlier export, which is replaced if nothing in it
             has been changed since.
         dtype: The dtype of the weights. auto: as they are.
+        chat: Declare that the model was trained on chats (records with messages): writes their format as a chat
+            template, with which `thoughtbubbles serve` offers /v1/chat/completions. A model that has it keeps it.
     """
     import torch
 
     from thoughtbubbles.interop.export import export as write
 
     dtypes = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    print(f"written: {write(or_shipped(checkpoint), out=out, dtype=dtypes[dtype])}")
+    print(f"written: {write(or_shipped(checkpoint), out=out, dtype=dtypes[dtype], chat=chat)}")
 
 
 def import_authors(

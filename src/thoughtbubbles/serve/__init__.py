@@ -1,1 +1,4 @@
-"""A local web page on which to watch a model fork: `thoughtbubbles watch`. Needs the extra `serve`."""
+"""A model over HTTP: an API like OpenAI's (`serve`), and a page on which to watch a model fork (`watch`).
+
+Needs the extra `serve`.
+"""
