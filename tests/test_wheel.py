@@ -73,6 +73,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
     assert "thoughtbubbles/py.typed" in ours
 
 
+@pytest.mark.slow
 def test_the_source_distribution_builds_the_same_wheel(wheel, tmp_path):
     run_command(sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", tmp_path, cwd=ROOT)
     (packed,) = tmp_path.iterdir()
@@ -118,6 +119,7 @@ def check_installed(python: Path, folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_the_wheel_works_in_an_empty_environment(wheel, python, tmp_path):
     """With the dependencies installed here, in a folder that a .pth file names. Python does not read .pth files in that
     folder in turn, so an editable install of this checkout is not found."""

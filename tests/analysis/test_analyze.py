@@ -404,6 +404,7 @@ def outside(page: str) -> list[str]:
     return [each for each in references if not each.startswith("#") and re.match(r"(?:\w+:|//)", each)]
 
 
+@pytest.mark.slow
 def test_the_command_writes_figures_numbers_and_a_report(checkpoint, plain, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text('<script>alert("1")</script> & $x$ مرحبا\n' * 3, encoding="utf-8")
@@ -445,6 +446,7 @@ def test_the_command_writes_figures_numbers_and_a_report(checkpoint, plain, tmp_
         check_target(out)
 
 
+@pytest.mark.slow
 def test_block_selection_is_scored_from_every_prefix(tmp_path, monkeypatch):
     config = small_config(vocab_size=257, block_size=12, selection="block")
     folder = save_model(tmp_path / "block", lively_model(config).float(), tokenizer=BYTES)

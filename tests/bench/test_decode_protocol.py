@@ -26,6 +26,7 @@ def run(monkeypatch, *arguments: str) -> None:
     decode.main()
 
 
+@pytest.mark.slow
 def test_the_report_draws_what_is_measured(tmp_path, monkeypatch):
     out = write(tmp_path / "results", *rows("long", LOSSES))
     run(monkeypatch, "--rows", "1", "--new", "3", "--out", str(out))

@@ -168,6 +168,7 @@ def probe_kernels(cases: str) -> None:
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_kernels_of_a_block():
     probe_kernels("quick")

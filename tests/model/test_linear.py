@@ -201,6 +201,7 @@ assert len(graphs) == 2, len(graphs)
 """
 
 
+@pytest.mark.slow
 def test_compiled_in_one_graph():
     """In a separate process: torch.compile cannot trace the shape checks of the test run. New copies, old code."""
     run = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)

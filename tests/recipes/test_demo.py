@@ -37,6 +37,7 @@ def test_the_demo_shows_all_it_promises(tmp_path):
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_the_model_in_the_package_continues_a_paragraph(tmp_path, is_terminal):
     output = io.StringIO()

@@ -179,13 +179,16 @@ def test_a_link_brings_the_view_back(browser, page, server):
     until(page, f"document.querySelector('#comparison b') && {settled(1)}")
     page.focus("#budget-B")
     page.keyboard.press("ArrowRight")
+    until(page, f"app.panes[1].lineage.asked.budget > 2 && {settled(1)}")
     page.click("#stages >> text=Block 2")
     page.locator("[data-pane=B] .token").nth(3).click()
-    until(page, f"app.panes[1].lineage.asked.budget > 2 && {settled(1)}")
+    until(page, "document.querySelector('#inspector .row')")
     page.click("#link")
     until(page, "location.hash.length > 20")
     with opened(browser, page.url) as again:
-        until(again, "app.panes[1].lineage && document.querySelector('#inspector .row')")
+        until(
+            again, f"app.panes[1].lineage && document.querySelector('#inspector .row') && {settled()} && {settled(1)}"
+        )
         assert again.evaluate("app.state") == page.evaluate("app.state")
         assert again.input_value("#text") == text
         for pane in "AB":

@@ -19,6 +19,7 @@ def steps_of(folder):
     return [line for line in lines if "loss" in line]
 
 
+@pytest.mark.slow
 def test_all_budgets_come_about_equally_often_and_another_seed_draws_others(tmp_path):
     run = small_run(tmp_path / "run", budgets=BUDGETS)
     drawn = [run.budget_of(step) for step in range(3000)]

@@ -162,6 +162,7 @@ def small_disk(folder: Path, size: str):
         subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_checkpoints_only(tmp_path):
     """Space for one checkpoint, not for two: the run ends with an error, and resumes on a larger disk."""
     whole = tmp_path / "whole"
@@ -185,6 +186,7 @@ def test_a_full_disk_costs_checkpoints_only(tmp_path):
     assert_same_bits(tmp_path / "more room" / "step-00000008", whole / "step-00000008")
 
 
+@pytest.mark.slow
 def test_files_that_may_not_grow(tmp_path):
     """Simulates a full disk by a limit on file sizes: the weights fit, the optimizer's file does not."""
     train(small_run(tmp_path / "sizes", steps=1))

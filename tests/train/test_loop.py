@@ -34,7 +34,9 @@ GOLDEN_FILE = Path(__file__).parents[1] / "golden" / "tiny.json"
 CPU = World(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [form if form == "tiny" else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
+)
 def test_the_first_golden_losses(form, tmp_path):
     """Before and after the first update of the weights."""
     trainer, found = Trainer(golden_run(form, tmp_path), CPU), []
@@ -111,6 +113,7 @@ def test_activation_checkpointing_changes_nothing(tmp_path):
     assert_same_bits(tmp_path / "kept" / "step-00000003", tmp_path / "checkpointed" / "step-00000003")
 
 
+@pytest.mark.slow
 def test_bf16_learns(tmp_path):
     result = train(small_run(tmp_path / "run", steps=4, compute_precision="bf16"))
     exact = train(small_run(tmp_path / "exact", steps=4))

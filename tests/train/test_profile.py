@@ -83,6 +83,7 @@ def test_any_step_can_be_profiled(tmp_path):
     assert "| matrix products |" in markdown(found, {"ms per step": "1"})
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_profile_and_is_the_same_run(tmp_path, capfd):
     steps = WARM_UP + ALL + 2
     still = {"steps": steps, "save_every": 0, "eval_every": 0}

@@ -68,6 +68,7 @@ def test_killed_and_resumed(whole, tmp_path, kills):
     compare(whole.out, tmp_path / "killed")
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_run_resumes(tmp_path):
     out, longer = tmp_path / "stopped", ("--tokens", str(256 * 40))  # so that it is still running when the signal comes
     whole = tmp_path / "whole"  # also in a separate process: bfloat16 in this one may have changed its products

@@ -44,6 +44,7 @@ def folders(tmp_path) -> dict[str, Path]:
 OPTIONS = ("--tokenizer", "bytes", "--val-fraction", "0.2", "--processes", "1")
 
 
+@pytest.mark.slow
 def test_pretraining_then_midtraining(folders, tmp_path):
     first = tmp_path / "first"
     done = run_command(*small_train(first, "--data.mixture", str(folders["text"])))
