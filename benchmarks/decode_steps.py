@@ -11,8 +11,8 @@ from torch import Tensor
 
 from thoughtbubbles.generate.cache import cache_memory, new_cache
 from thoughtbubbles.generate.decode import decode_step, prefill
-from thoughtbubbles.generate.decoders import most_streams
 from thoughtbubbles.generate.graph import GraphStep
+from thoughtbubbles.generate.graphed import most_streams
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles

@@ -28,7 +28,7 @@ from thoughtbubbles.data.records import (
     read_record,
 )
 from thoughtbubbles.data.sources import NAMED, download_command, find_inputs, read_chunks
-from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.data.tokenizer import save_tokenizer, tokenizer
 from thoughtbubbles.files import short_name
 
 TEXTS = [f"Document {i}: " + "ab c\n" * (i % 7) for i in range(600)]
@@ -358,6 +358,18 @@ def test_the_chat_template_has_the_format_of_training(n):
     asks = bool(parts) and not parts[-1].said
     expected = "".join(part.text + "<|endoftext|>" * part.said for part in parts)
     assert render(messages=CHAT[:n], eos_token="<|endoftext|>", add_generation_prompt=asks) == expected
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_hugging_face_reads_a_chat_as_training_does(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    own = tokenizer(name)
+    save_tokenizer(own, tmp_path, chat_template=CHAT_TEMPLATE)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    found = theirs.apply_chat_template(CHAT[:4], add_generation_prompt=True, tokenize=True, return_dict=False)
+    ids, _ = encode_parts(own, chat_parts(CHAT[:4]))
+    assert found == ids.tolist()
+    assert own.end_of_text in found
 
 
 def test_parquet_as_the_named_datasets_have_it(tmp_path):

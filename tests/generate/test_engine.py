@@ -353,7 +353,7 @@ def test_block_selection_is_read_without_a_cache(budget_mode: str):
     for handle, request in zip(handles, requests, strict=True):
         expected = by_hand(own, request)
         assert handle.completion.ids == (expected.ids if handle is not handles[1] else expected.ids[:1])
-    with pytest.raises(ValueError, match="score_prompt needs the cache"):
+    with pytest.raises(ValueError, match="score_prompt needs the KV cache"):
         engine.submit(Request(prompt=(1, 2), score_prompt=True))
 
 
@@ -407,6 +407,30 @@ def test_a_step_reads_no_more_than_a_chunk_of_prompts():
         read.append(engine.stats().tokens_read)
     assert read == [8, 16, 16]
     assert len({handle.result().finish for handle in handles}) == 1
+
+
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one():
+    engine = Engine(model(), rows=3, chunk=4)
+    long, short, other = engine.submit_all([Request(prompt=ids(n, n), max_new=3, sampling=GREEDY) for n in (36, 3, 9)])
+    n = 0
+    while not short.completion.ids:
+        engine.step()
+        n += 1
+    assert (n, long.n_read) == (2, 4)
+    for _ in range(4):
+        engine.step()
+    assert (long.n_read, other.n_read) == (12, 8)  # by turns
+    for handle, length in ((long, 36), (short, 3), (other, 9)):
+        handle.result()
+        check_alone(handle, Request(prompt=ids(length, length), max_new=3, sampling=GREEDY))
+
+
+def test_a_beginning_is_forgotten_with_its_row():
+    engine = Engine(model(), rows=1, chunk=4)
+    for seed in range(5):
+        engine.submit(Request(prompt=ids(seed, 13), max_new=1, sampling=GREEDY)).result()
+    scheduler = engine._scheduler
+    assert len(scheduler._held) == len(scheduler._of_row[0]) == 3
 
 
 def test_all_or_none_are_submitted():

@@ -8,7 +8,7 @@ import torch
 from generate.completions import GREEDY, PIECES, assert_same_completion, brute_force, model_of, varied
 from helpers import SAME_FUNCTION, SAME_ROW
 from thoughtbubbles.generate import readers
-from thoughtbubbles.generate.decoders import check_fits
+from thoughtbubbles.generate.graphed import check_fits
 from thoughtbubbles.generate.packed import Batch
 from thoughtbubbles.generate.readers import Cached
 from thoughtbubbles.generate.requests import Request, generate, stream
@@ -187,6 +187,27 @@ def test_the_repetition_penalty_knows_prompt_and_text(model, sampling):
     assert sorted(ids) == list(range(3, 14))
 
 
+def test_scored_prompts(model):
+    requests = [
+        Request(prompt=[1, 2, 3, 4], max_new=0, score_prompt=True, top=1),
+        Request(prompt=[5, 6], max_new=2, sampling=GREEDY),
+        Request(prompt=[3, 3, 3], max_new=1, score_prompt=True, sampling=GREEDY),
+    ]
+    ended = []
+    found = generate(model, requests, batch_size=2, finished=lambda number, _: ended.append(number))
+    assert sorted(ended) == [0, 1, 2]
+    assert [completion.finish for completion in found] == ["length"] * 3
+    assert [len(completion.prompt_log_probs) for completion in found] == [4, 0, 3]
+    assert [len(completion.ids) for completion in found] == [0, 2, 1]
+    log_probs = model(torch.tensor([[1, 2, 3, 4]]), want=("log_probs",)).log_probs[0].detach()
+    expected = [float(log_probs[i, token]) for i, token in enumerate([2, 3, 4])]
+    assert found[0].prompt_log_probs[1:] == pytest.approx(expected, abs=SAME_FUNCTION)
+    assert found[0].prompt_top[1] == ((int(log_probs[0].argmax()), pytest.approx(float(log_probs[0].max()))),)
+    assert [token.request for token in stream(model, requests)].count(0) == 0
+    [refused, _, _] = generate(model, requests, method="uncached", on_error="return")
+    assert refused.error == "score_prompt needs the KV cache, and steps that are not compiled: leave it out"
+
+
 # ---- storage that grows ---------------------------------------------------------------------------------------------
 
 
@@ -196,7 +217,7 @@ def test_storage_that_grows_changes_nothing(model, monkeypatch):
     expected = generate(model, requests, tokenizer=PIECES)
     monkeypatch.setattr(readers, "AT_FIRST", 1)
     assert generate(model, requests, tokenizer=PIECES) == expected
-    reader, room = Cached(model, rows=2, capacity=11, budget=Budget.of(2)), []
+    reader, room = Cached(model, rows=2, capacity=11, budget=Budget.of(2), grows=True), []
     for row in range(2):
         reader.open(row, 1.5)
     for n in range(1, 12):
@@ -218,7 +239,7 @@ def test_a_vast_block_takes_no_memory_before_it_is_needed():
     [ended] = generate(model, [replace(request, max_new=None, end_ids=(five.ids[-1],))])
     assert ended.finish == "end"
     assert ended.ids == five.ids[: five.ids.index(five.ids[-1]) + 1]
-    reader = Cached(model, rows=1, capacity=2**24, budget=Budget.of(2))
+    reader = Cached(model, rows=1, capacity=2**24, budget=Budget.of(2), grows=True)
     assert reader.cache.memory().total < 2**22
 
 

@@ -229,7 +229,8 @@ def save_tokenizer(
         "pad_token": END_OF_TEXT,
         "added_tokens_decoder": {str(tok.end_of_text): {**added, "special": True}},
         "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,  # text that spells a special token is ordinary text
+        # Text that spells a special token is ordinary text; but a chat template ends turns with such text.
+        "split_special_tokens": chat_template is None,
         **({} if max_length is None else {"model_max_length": max_length}),
         **({} if chat_template is None else {"chat_template": chat_template}),
         NAME_FIELD: tok.name,

@@ -2,10 +2,10 @@
 
     submit → waiting → reading its prompt, a chunk per step → one token per step → finished: its row is free again
 
-A step reads one token of every row that generates, and chunks of the oldest prompts, in one packed batch (packed.py):
-a long prompt delays nobody by more than a chunk. The cache has a fixed number of rows that never move. A prompt that
-begins like another one with the same budget copies those chunks from a row that has them, also from a finished one
-(scheduler.py).
+A step reads one token of every row that generates, and a chunk of prompts, which take turns, in one packed batch
+(packed.py): nobody waits for the end of a long prompt. The cache has a fixed number of rows that never move. A prompt
+that begins like another one with the same budget copies those chunks from a row that has them, also from a finished
+one (scheduler.py).
 
 Draws depend on seed and place in the text. So what a request gets does not depend on its company, except for rounding
 (equal tokens in float64).
@@ -69,6 +69,14 @@ class Event(NamedTuple):
     token: Token | None
 
 
+class Drawn(NamedTuple):
+    handle: "Handle"
+    id: int
+    log_prob: float
+    top: tuple[tuple[int, float], ...]
+    streams: int
+
+
 class Scored(NamedTuple):
     """A token of a prompt whose log-probability is asked for."""
 
@@ -102,7 +110,7 @@ class Handle(Work):
 
     def cancel(self) -> None:
         """From any thread. The row is free before the next step."""
-        self.is_cancelled = True
+        self._engine._scheduler.cancel(self)
 
     def __iter__(self) -> Iterator[Token]:
         while self._fresh or not self.is_finished:
@@ -142,8 +150,9 @@ class Engine:
     capacity     the most tokens of a row; by default the context length (`block_size`)
     method       "cached" or "uncached"; by default the exact one, as in `generate`
     budget_mode  "proportional" or "fixed", overrides the config, as in `generate`
+    grows        whether the cache is allocated as it is needed; by default all of it at the beginning
 
-    `submit` and `cancel` can be called from any thread; `step` from one at a time.
+    `submit` and the `cancel` of a handle can be called from any thread; `step` from one at a time.
     """
 
     def __init__(
@@ -158,6 +167,7 @@ class Engine:
         capacity: int | None = None,
         method: Method | None = None,
         budget_mode: BudgetMode | None = None,
+        grows: bool = False,
     ):
         config = model.config
         for name, value in (("rows", rows), ("chunk", chunk), ("waiting", waiting), ("capacity", capacity)):
@@ -171,7 +181,7 @@ class Engine:
         self._reader: Reader
         copy = None
         if find_method(config, method, budget_mode) == "cached":
-            self._reader = Cached(model, rows=rows, capacity=self.capacity, budget=self.max_budget)
+            self._reader = Cached(model, rows=rows, capacity=self.capacity, budget=self.max_budget, grows=grows)
             copy = self._reader.copy_prefix
         else:  # whole prompts: every text is read again in any case
             self._reader, chunk = Uncached(model, rows=rows, budget_mode=budget_mode), rows * self.capacity
@@ -201,13 +211,11 @@ class Engine:
 
     def _job(self, request: Request) -> ActiveRequest:
         config = self.model.config
-        prompt = check(config, request, self.tokenizer)
+        prompt = check(config, request, self.tokenizer, can_score=isinstance(self._reader, Cached))
         job = ActiveRequest(0, request, prompt, config, self.tokenizer)
         if _needed(config, Budget.of(job.budget)) > self.max_budget.largest:
             most = float(self.max_budget.largest)
             raise ValueError(f"budget = {brief(job.budget)}: this engine has room for budgets up to {most:g}")
-        if request.score_prompt and not isinstance(self._reader, Cached):
-            raise ValueError("score_prompt needs the cache, which exists for causal selection only: leave it out")
         least = 1 if request.max_new is None else request.max_new
         job.max_new = min(job.max_new, self.capacity - len(prompt))
         if job.max_new < least:
@@ -257,18 +265,27 @@ class Engine:
                 longest=max(handle.n_read + n for handle, n in plan),
                 predict=torch.tensor(predict, dtype=torch.int64, device=self.device),
             )
+            scores = self._scores(scored, prediction.logits[len(ready) :])
+            drawing = [i for i, of_plan in enumerate(ready) if plan[of_plan][0].job.max_new]
+            drawn = self._draw([plan[ready[i]][0] for i in drawing], _rows(prediction, drawing))
         except RuntimeError as error:  # such as too little memory: the rows of this batch are lost, others are not
             return [self._fail(handle, error) for handle, _ in plan]
         for handle, n in plan:
             self._read += n if handle.next is None else 0
             self._scheduler.done(handle, n)
-        if scored:
-            self._score(scored, prediction.logits[len(ready) :])
-        drawing = [i for i, of_plan in enumerate(ready) if plan[of_plan][0].job.max_new]
-        events = [self._end(plan[i][0], "length") for i in ready if not plan[i][0].job.max_new]
-        return events + self._draw([plan[ready[i]][0] for i in drawing], _rows(prediction, drawing))
+        for (handle, *_), log_prob, top in scores:
+            handle.completion.prompt_log_probs.append(log_prob)
+            handle.completion.prompt_top.append(top)
+        wrong = {handle for (handle, *_), log_prob, _ in scores if math.isnan(log_prob)}
+        wrong |= {each.handle for each in drawn if math.isnan(each.log_prob)}
+        ended = [plan[i][0] for i in ready if not plan[i][0].job.max_new]
+        return [
+            *(self._fail(handle, ValueError("the model's logits are NaN: check its weights")) for handle in wrong),
+            *(self._end(handle, "length") for handle in ended if handle not in wrong),
+            *(self._take(each) for each in drawn if each.handle not in wrong),
+        ]
 
-    def _draw(self, handles: list[Handle], prediction: Prediction) -> list[Event]:
+    def _draw(self, handles: list[Handle], prediction: Prediction) -> list["Drawn"]:
         """The next token of each row whose prompt is read."""
         if not handles:
             return []
@@ -286,18 +303,13 @@ class Engine:
             seen=torch.stack(seen) if seen else None,
             n_top=max(handle.job.request.top for handle in handles),
         )
-        columns = [each.tolist() for each in (picked.id, picked.log_prob, prediction.streams)]
-        tops = zip(picked.top_id.tolist(), picked.top_log_prob.tolist(), strict=True)
-        events = []
-        for handle, token, log_prob, streams, (top_id, top) in zip(handles, *columns, tops, strict=True):
-            if math.isnan(log_prob):
-                events.append(self._fail(handle, ValueError("the model's logits are NaN: check its weights")))
-                continue
-            likeliest = tuple(zip(top_id, top, strict=True))[: handle.job.request.top]
-            events.append(self._take(handle, handle.job.take(token, log_prob, likeliest, streams)))
-        return events
+        tops = _tops(picked.top_id, picked.top_log_prob, [handle.job.request.top for handle in handles])
+        columns = picked.id.tolist(), picked.log_prob.tolist(), tops, prediction.streams.tolist()
+        return [Drawn(*each) for each in zip(handles, *columns, strict=True)]
 
-    def _take(self, handle: Handle, token: Token) -> Event:
+    def _take(self, drawn: "Drawn") -> Event:
+        handle = drawn.handle
+        token = handle.job.take(drawn.id, drawn.log_prob, drawn.top, drawn.streams)
         self._generated += 1
         self._streams += token.streams
         handle.add(token)
@@ -305,17 +317,18 @@ class Engine:
             self._end(handle, token.finish)
         return Event(handle, token)
 
-    def _score(self, scored: Sequence[Scored], logits: Tensor) -> None:
-        """Adds the log-probabilities of tokens of prompts to their completions."""
+    def _scores(
+        self, scored: Sequence[Scored], logits: Tensor
+    ) -> list[tuple[Scored, float, tuple[tuple[int, float], ...]]]:
+        """The log-probability of each token, and the likeliest ones in its place."""
+        if not scored:
+            return []
         log_probs = at_least_float32(logits).log_softmax(-1)
         token = torch.tensor([each.token for each in scored], device=self.device)
-        n_top = max(each.handle.job.request.top for each in scored)
-        top = log_probs[:, : self._n_ids].topk(n_top, dim=-1)
-        columns = log_probs.gather(1, token[:, None])[:, 0].tolist(), top.indices.tolist(), top.values.tolist()
-        for (handle, *_), log_prob, top_id, top_log_prob in zip(scored, *columns, strict=True):
-            handle.completion.prompt_log_probs.append(log_prob)
-            likeliest = tuple(zip(top_id, top_log_prob, strict=True))
-            handle.completion.prompt_top.append(likeliest[: handle.job.request.top])
+        asked = [each.handle.job.request.top for each in scored]
+        top = log_probs[:, : self._n_ids].topk(max(asked), dim=-1)
+        own = log_probs.gather(1, token[:, None])[:, 0].tolist()
+        return list(zip(scored, own, _tops(top.indices, top.values, asked), strict=True))
 
     def _fail(self, handle: Handle, error: Exception) -> Event:
         handle.exception, handle.completion.error = error, " ".join(str(error).split())
@@ -336,6 +349,12 @@ def _scored(plan: Sequence[tuple[Handle, int]]) -> list[Scored]:
             found += [Scored(handle, first + i, token) for i, token in enumerate(predicted)]
         first += n
     return found
+
+
+def _tops(ids: Tensor, log_probs: Tensor, asked: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
+    """As many of the likeliest tokens as are asked for in each place."""
+    places = zip(ids.tolist(), log_probs.tolist(), asked, strict=True)
+    return [tuple(zip(ids[:n], log_probs[:n], strict=True)) for ids, log_probs, n in places]
 
 
 def _rows(prediction: Prediction, rows: Sequence[int]) -> Prediction:

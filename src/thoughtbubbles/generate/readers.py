@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from thoughtbubbles.generate.cache import new_cache
-from thoughtbubbles.generate.decode import Prediction, predict_uncached
-from thoughtbubbles.generate.decoders import padded
+from thoughtbubbles.generate.decode import Prediction, padded, predict_uncached
 from thoughtbubbles.generate.packed import Batch, read
 from thoughtbubbles.model.budget import Budget, Number
 from thoughtbubbles.model.config import BudgetMode
@@ -29,19 +28,20 @@ class Reader(Protocol):
 
 
 class Cached:
-    """`capacity` is the most tokens that a row can reach; the storage grows with the tokens.
+    """`capacity` is the most tokens that a row can reach, `budget` the largest that it can have.
 
-    It has room for every row with the largest of the budgets.
+    grows  whether storage is allocated as it is needed, which takes less memory for short texts. While it grows, the
+           old and the new one exist together
     """
 
-    def __init__(self, model: Thoughtbubbles, *, rows: int, capacity: int, budget: Budget):
+    def __init__(self, model: Thoughtbubbles, *, rows: int, capacity: int, budget: Budget, grows: bool = False):
         self.model, self.capacity = model, capacity
         weight = model.embedding.weight
         kind = weight.device.type
         self.cache = new_cache(
             model.config,
             rows=rows,
-            capacity=min(AT_FIRST, capacity),
+            capacity=min(AT_FIRST, capacity) if grows else capacity,
             budget=budget,
             dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype,
             device=weight.device,

@@ -2,15 +2,15 @@
 
     check each request → an engine with a row for each of them, or for `batch_size` at a time → their tokens
 
-A row's text depends on its own request only.
+A row's text depends on its own request only, except for rounding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from thoughtbubbles.data.tokenizer import Tokenizer
-from thoughtbubbles.generate.decoders import Graphed, run
-from thoughtbubbles.generate.engine import Engine
+from thoughtbubbles.generate.engine import Engine, Event
+from thoughtbubbles.generate.graphed import Graphed, run
 from thoughtbubbles.generate.jobs import (
     ActiveRequest,
     Completion,
@@ -74,19 +74,23 @@ def generate(
         raise ValueError(f"on_error = {brief(on_error)}: choose 'raise' or 'return'")
     if not callable(finished):
         raise ValueError(f"finished = {brief(finished)}: give a function of a number and a Completion")
-    good, errors = _checked(model.config, requests, tokenizer)
+    is_cached = _check_options(model, method, budget_mode, compiled)
+    good, errors = _checked(model.config, requests, tokenizer, can_score=is_cached and not compiled)
     if on_error == "raise":
         _raise_first(errors)
     done = [Completion(finish="error" if error else None, error=error) for error in errors]
     if not good:
         return done
-    tokens = _run(
-        model, good, tokenizer=tokenizer, method=method, budget_mode=budget_mode, rows=batch_size, compiled=compiled
-    )
-    for token in tokens:
-        done[token.request].add(token, with_text=tokenizer is not None)
-        if token.finish is not None:
-            finished(token.request, done[token.request])
+    if compiled:
+        for token in _compiled(model, good, rows=batch_size, tokenizer=tokenizer):
+            done[token.request].add(token, with_text=tokenizer is not None)
+            if token.finish is not None:
+                finished(token.request, done[token.request])
+        return done
+    for handle, _ in _run(model, good, tokenizer=tokenizer, method=method, budget_mode=budget_mode, rows=batch_size):
+        if handle.is_finished:  # this was its last event
+            done[handle.number] = handle.completion
+            finished(handle.number, handle.completion)
     return done
 
 
@@ -100,26 +104,21 @@ def stream(
     compiled: bool = False,
 ) -> Iterator[Token]:
     """Yields the tokens of all requests as they are generated; a bad request raises ValueError here."""
-    jobs, errors = _checked(model.config, requests, tokenizer)
+    is_cached = _check_options(model, method, budget_mode, compiled)
+    jobs, errors = _checked(model.config, requests, tokenizer, can_score=is_cached and not compiled)
     _raise_first(errors)
     if not jobs:
         return iter(())
-    return _run(
-        model, jobs, tokenizer=tokenizer, method=method, budget_mode=budget_mode, rows=len(jobs), compiled=compiled
-    )
+    if compiled:
+        return _compiled(model, jobs, rows=len(jobs), tokenizer=tokenizer)
+    events = _run(model, jobs, tokenizer=tokenizer, method=method, budget_mode=budget_mode, rows=len(jobs))
+    return (token for _, token in events if token is not None)
 
 
-def _run(
-    model: Thoughtbubbles,
-    jobs: list[ActiveRequest],
-    *,
-    tokenizer: Tokenizer | None,
-    method: Method | None,
-    budget_mode: BudgetMode | None,
-    rows: int,
-    compiled: bool,
-) -> Iterator[Token]:
-    """The options are checked here, before the first token is asked for."""
+def _check_options(
+    model: Thoughtbubbles, method: Method | None, budget_mode: BudgetMode | None, compiled: bool
+) -> bool:
+    """Whether there is a KV cache."""
     if not isinstance(compiled, bool):
         raise ValueError(f"compiled = {brief(compiled)}: give True or False")
     is_cached = find_method(model.config, method, budget_mode) == "cached"
@@ -127,35 +126,54 @@ def _run(
         raise ValueError("compiling needs the cache: without it every prefix would be a new shape to compile for")
     if compiled and model.embedding.weight.device.type != "cuda":
         raise ValueError("compiling needs a CUDA GPU: do not compile on other devices")
-    rows, capacity = min(rows, len(jobs)), max(len(job.prompt) + job.max_new for job in jobs)
-    budgets = [job.budget for job in jobs]
-    if compiled:
-        graphs = Graphed(model, rows=rows, capacity=capacity, budgets=budgets)
-        return run(graphs, jobs, rows=rows, n_ids=n_ids(model.config, tokenizer))
+    return is_cached
+
+
+def _run(
+    model: Thoughtbubbles,
+    jobs: Sequence[ActiveRequest],
+    *,
+    tokenizer: Tokenizer | None,
+    method: Method | None,
+    budget_mode: BudgetMode | None,
+    rows: int,
+) -> Iterator[Event]:
     engine = Engine(
         model,
         tokenizer=tokenizer,
-        rows=rows,
+        rows=min(rows, len(jobs)),
         chunk=CHUNK,
-        max_budget=Budget.of(budgets).largest,
-        capacity=capacity,
+        max_budget=Budget.of([job.budget for job in jobs]).largest,
+        capacity=_longest(jobs),
         method=method,
         budget_mode=budget_mode,
+        grows=True,
     )
     engine.submit_jobs(jobs)
-    return _tokens(engine)
+    return _events(engine)
 
 
-def _tokens(engine: Engine) -> Iterator[Token]:
-    for handle, token in engine.run():
-        if handle.exception is not None:
-            raise handle.exception
-        if token is not None:
-            yield token
+def _events(engine: Engine) -> Iterator[Event]:
+    for event in engine.run():
+        if event.handle.exception is not None:
+            raise event.handle.exception
+        yield event
+
+
+def _compiled(
+    model: Thoughtbubbles, jobs: Sequence[ActiveRequest], *, rows: int, tokenizer: Tokenizer | None
+) -> Iterator[Token]:
+    rows = min(rows, len(jobs))
+    graphs = Graphed(model, rows=rows, capacity=_longest(jobs), budgets=[job.budget for job in jobs])
+    return run(graphs, jobs, rows=rows, n_ids=n_ids(model.config, tokenizer))
+
+
+def _longest(jobs: Sequence[ActiveRequest]) -> int:
+    return max(len(job.prompt) + job.max_new for job in jobs)
 
 
 def _checked(
-    config: ModelConfig, requests: Sequence[Request], tokenizer: Tokenizer | None
+    config: ModelConfig, requests: Sequence[Request], tokenizer: Tokenizer | None, *, can_score: bool
 ) -> tuple[list["ActiveRequest"], list[str | None]]:
     """The good requests, and for every request what is wrong with it, if anything."""
     if not isinstance(requests, Sequence) or isinstance(requests, (str, bytes)):
@@ -166,7 +184,11 @@ def _checked(
     errors: list[str | None] = []
     for number, request in enumerate(requests):
         try:
-            good.append(ActiveRequest(number, request, check(config, request, tokenizer), config, tokenizer))
+            good.append(
+                ActiveRequest(
+                    number, request, check(config, request, tokenizer, can_score=can_score), config, tokenizer
+                )
+            )
             errors.append(None)
         except ValueError as error:
             errors.append(str(error))

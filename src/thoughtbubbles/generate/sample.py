@@ -79,7 +79,8 @@ class BatchSampling(NamedTuple):
     top_p: Float[Tensor, "B 1"] | None
     min_p: Float[Tensor, "B 1"] | None
     penalty: Float[Tensor, "B 1"] | None
-    only_greedy: bool
+    sampled: Int[Tensor, "n"] | None  # the rows that are not greedy; None if all are
+    cut: Int[Tensor, "m"] | None  # of these, by their place among them, the rows with top-k or top-p
 
     @classmethod
     def of(cls, settings: Sequence[Sampling], *, device: torch.device | str) -> "BatchSampling":
@@ -88,6 +89,8 @@ class BatchSampling(NamedTuple):
 
         temperature = torch.tensor([s.temperature or 1.0 for s in settings], dtype=torch.float64, device=device)
         greedy = [s.temperature == 0 for s in settings]
+        sampled = [i for i, is_greedy in enumerate(greedy) if not is_greedy]
+        cut = [place for place, i in enumerate(sampled) if settings[i].top_k or settings[i].top_p < 1]
         top_k = [min(s.top_k or ALL, ALL) for s in settings]
         return cls(
             temperature=temperature[:, None],
@@ -96,7 +99,8 @@ class BatchSampling(NamedTuple):
             top_p=column([s.top_p for s in settings], any(s.top_p < 1 for s in settings)),
             min_p=column([s.min_p for s in settings], any(s.min_p > 0 for s in settings)),
             penalty=column([s.repetition_penalty for s in settings], any(s.repetition_penalty != 1 for s in settings)),
-            only_greedy=all(greedy),
+            sampled=torch.tensor(sampled, device=device) if sampled else None,
+            cut=torch.tensor(cut, device=device) if cut else None,
         )
 
 
@@ -122,8 +126,8 @@ def pick(
     log_probs = at_least_float32(logits).log_softmax(-1)
     allowed = processed(at_least_float32(logits), rows, n_ids=n_ids, seen=seen)
     chosen = allowed.argmax(-1, keepdim=True)
-    if not rows.only_greedy:
-        chosen = torch.where(rows.greedy[:, None], chosen, _drawn(allowed, draw))
+    if rows.sampled is not None:
+        chosen[rows.sampled] = _drawn(allowed[rows.sampled], draw[rows.sampled])
     top_log_prob, top_id = log_probs[:, :n_ids].topk(n_top, dim=-1) if n_top else (log_probs[:, :0], chosen[:, :0])
     return Picked(chosen[:, 0], log_probs.gather(1, chosen)[:, 0], top_id, top_log_prob)
 
@@ -138,28 +142,32 @@ def processed(
         assert seen is not None
         penalty = rows.penalty.to(logits.dtype)
         logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-    if rows.only_greedy:
+    if rows.sampled is None:
         return logits
-    uncut = logits = logits / rows.temperature.to(logits.dtype)
-    if rows.top_k is not None or rows.top_p is not None:
-        logits = _cut(logits, rows, n_ids)
+    # Each step is computed only for the rows that need it: sorting the logits is slow.
+    own = logits[rows.sampled] / rows.temperature[rows.sampled].to(logits.dtype)
+    if rows.cut is not None:
+        own = own.index_copy(0, rows.cut, _cut(own[rows.cut], rows, rows.sampled[rows.cut], n_ids))
     if rows.min_p is not None:
-        probability = logits.softmax(-1)
-        least = rows.min_p.to(logits.dtype) * probability.amax(-1, keepdim=True)
-        logits = logits.masked_fill(probability < least, -math.inf)
-    return torch.where(rows.greedy[:, None], uncut, logits)  # greedy rows are not truncated
+        probability = own.softmax(-1)
+        least = rows.min_p[rows.sampled].to(own.dtype) * probability.amax(-1, keepdim=True)
+        own = own.masked_fill(probability < least, -math.inf)
+    return logits.index_copy(0, rows.sampled, own)
 
 
-def _cut(logits: Float[Tensor, "B V"], rows: BatchSampling, n_ids: int) -> Float[Tensor, "B V"]:
+def _cut(
+    logits: Float[Tensor, "m V"], rows: BatchSampling, which: Int[Tensor, "m"], n_ids: int
+) -> Float[Tensor, "m V"]:
     """Top-k, then top-p: a token remains if all more likely tokens together have a probability below p."""
     ranked, order = logits.sort(dim=-1, descending=True, stable=True)
     if rows.top_k is not None:
-        least = ranked.gather(1, (rows.top_k - 1).clamp(max=n_ids - 1))
+        least = ranked.gather(1, (rows.top_k[which] - 1).clamp(max=n_ids - 1))
         ranked = ranked.masked_fill(ranked < least, -math.inf)  # ties with the k-th remain
     if rows.top_p is not None:
         probability = ranked.double().softmax(-1)
         likelier = probability.cumsum(-1) - probability
-        out = (likelier >= rows.top_p) & (rows.top_p < 1)
+        top_p = rows.top_p[which]
+        out = (likelier >= top_p) & (top_p < 1)
         out[:, 0] = False
         ranked = ranked.masked_fill(out, -math.inf)
     return torch.empty_like(logits).scatter_(1, order, ranked)

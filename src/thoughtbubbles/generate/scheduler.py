@@ -1,22 +1,22 @@
 """Who is read in the next step: the queue, the free rows, the chunks of prompts, and which of them are shared.
 
-    add → waiting → admit: takes a free row → plan: a chunk of its prompt per step, then one token per step → release
+    add → waiting → admit: takes a free row → plan: a chunk of its prompt per turn, then one token per step → release
 
 No tensors and no model: the engine reads what is planned. Two rules make a text independent of its company. Chunks
 begin at multiples of `chunk` tokens of a row: what else is running decides when one is read, never where it begins. And
 a chunk is copied only from a row with the same budget whose text is the same up to the chunk's end.
 """
 
+import hashlib
+import math
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from thoughtbubbles.model.budget import Budget
-
-# The budget of a prompt and its first tokens. Another budget forks differently from the first token on.
-Beginning = tuple[Budget, tuple[int, ...]]
 
 
 class QueueFull(Exception):
@@ -33,6 +33,7 @@ class Work:
         self.n_read = 0  # tokens that its row has
         self.n_shared = 0  # of them, tokens of the prompt that were copied from another row
         self.next: int | None = None  # the token to be read next, once the prompt is read
+        self._beginnings: list[bytes] = []
 
     @property
     def own_row(self) -> int:
@@ -43,15 +44,21 @@ class Work:
         """The next n tokens to read."""
         return self.prompt[self.n_read : self.n_read + n] if self.next is None else [self.next]
 
-    def beginning(self, n: int) -> Beginning:
-        return self.budget, tuple(self.prompt[:n])
+    def beginning(self, n_chunks: int, chunk: int) -> bytes:
+        """A key for its first chunks. The budget is a part of it: another one forks differently from the start on."""
+        known = self._beginnings
+        while len(known) < n_chunks:
+            before = known[-1] if known else repr(self.budget).encode()
+            own = array("q", self.prompt[len(known) * chunk : (len(known) + 1) * chunk]).tobytes()
+            known.append(hashlib.blake2b(before + own, digest_size=16).digest())
+        return known[n_chunks - 1]
 
 
 W = TypeVar("W", bound=Work)
 
 
 class Scheduler(Generic[W]):
-    """Its methods are called by one thread, `add` and the counts by any.
+    """Its methods are called by one thread; `add`, `cancel` and `counts` by any.
 
     waiting  how many requests may wait besides those that find a free row; None: any number
     copy     `copy(source, row, n_tokens)` lets a row begin with the first tokens of another one
@@ -71,8 +78,12 @@ class Scheduler(Generic[W]):
         self._copy = copy
         self._lock = threading.Lock()
         self._waiting: deque[W] = deque()
+        self._reading: deque[W] = deque()  # of those that live; the one that is read next first
         self._free: deque[int] = deque(range(rows))  # the one that is free for longest first
-        self._held: dict[Beginning, set[int]] = {}  # the rows that have the beginning of a prompt
+        self._held: dict[bytes, set[int]] = {}  # by a prompt's beginning: the rows that have it
+        self._of_row: list[list[bytes]] = [[] for _ in range(rows)]  # the beginnings that a row has
+        self._soonest = math.inf  # no deadline is earlier
+        self._has_cancelled = False
 
     def add(self, all_new: Sequence[W]) -> None:
         """All of them, or none: QueueFull."""
@@ -81,6 +92,11 @@ class Scheduler(Generic[W]):
             if self.most_waiting is not None and len(all_new) > room + self.most_waiting:
                 raise QueueFull(f"{len(self._waiting)} requests are waiting already: try again later")
             self._waiting.extend(all_new)
+            self._soonest = min([self._soonest, *(work.deadline for work in all_new)])
+
+    def cancel(self, work: W) -> None:
+        work.is_cancelled = True  # before the flag: whoever sees the flag finds it
+        self._has_cancelled = True
 
     @property
     def is_idle(self) -> bool:
@@ -94,10 +110,14 @@ class Scheduler(Generic[W]):
         return waiting, len(live) - generating, generating
 
     def expired(self) -> list[W]:
-        """Requests that are cancelled or late."""
+        """Requests that are cancelled or late. Looks at all of them only if there can be any."""
         now = time.monotonic()
+        if not self._has_cancelled and now < self._soonest:
+            return []
+        self._has_cancelled = False
         with self._lock:
             everyone = [*self.live, *self._waiting]
+            self._soonest = min((work.deadline for work in everyone if work.deadline > now), default=math.inf)
         return [work for work in everyone if work.is_cancelled or work.deadline <= now]
 
     def admit(self) -> list[W]:
@@ -109,6 +129,7 @@ class Scheduler(Generic[W]):
                 work.row = self._free.popleft()
                 self._forget(work.row)
                 self.live.append(work)
+                self._reading.append(work)
                 admitted.append(work)
         return admitted
 
@@ -116,9 +137,7 @@ class Scheduler(Generic[W]):
         """Who is read in this step, and how many tokens: all that generate, and prompts while they fit in a chunk."""
         plan = [(work, 1) for work in self.live if work.next is not None]
         room = self.chunk
-        for work in self.live:
-            if work.next is not None:
-                continue
+        for work in self._reading:
             self._share(work)
             n = min(self.chunk - work.n_read % self.chunk, len(work.prompt) - work.n_read)
             if n > room:  # a whole chunk leaves no room, so no step reads the same one twice: it is copied in the next
@@ -128,45 +147,55 @@ class Scheduler(Generic[W]):
         return plan
 
     def done(self, work: W, n: int) -> None:
-        """Its next n tokens were read."""
+        """Its next n tokens were read. Prompts take turns, so a short one does not wait for the end of a long one."""
         work.n_read += n
-        if work.next is None:
-            self._remember(work)
+        if work.next is not None:
+            return
+        self._remember(work)
+        self._reading.remove(work)
+        if work.n_read < len(work.prompt):
+            self._reading.append(work)
 
     def release(self, work: W) -> None:
         """The row keeps its contents until it is used again: another prompt may begin with them."""
         with self._lock:
             if work.row is None:
                 self._waiting.remove(work)
-            else:
-                self.live.remove(work)
-                self._free.append(work.row)
-                work.row = None
+                return
+            self.live.remove(work)
+            if work in self._reading:
+                self._reading.remove(work)
+            self._free.append(work.row)
+            work.row = None
 
     def _share(self, work: W) -> None:
         """Copies chunks that another row has read already. At least one token is left: it predicts the next one."""
-        done = work.n_read
-        if done % self.chunk or not work.can_share or self._copy is None:
+        if work.n_read % self.chunk or not work.can_share or self._copy is None:
             return
-        best, source = done, -1
-        for end in range(done + self.chunk, len(work.prompt), self.chunk):
-            rows = self._held.get(work.beginning(end))
+        done = best = work.n_read // self.chunk
+        source = -1
+        while (best + 1) * self.chunk < len(work.prompt):
+            rows = self._held.get(work.beginning(best + 1, self.chunk))
             if not rows:
                 break
-            best, source = end, min(rows)
+            best, source = best + 1, min(rows)
         if best > done:
-            self._copy(source, work.own_row, best)
-            work.n_read = best
-            work.n_shared += best - done
-            self.n_shared += best - done
+            self._copy(source, work.own_row, best * self.chunk)
+            work.n_read = best * self.chunk
+            work.n_shared += (best - done) * self.chunk
+            self.n_shared += (best - done) * self.chunk
             self._remember(work)
 
     def _remember(self, work: W) -> None:
-        """All whole chunks that the row has of its prompt."""
-        for end in range(self.chunk, min(work.n_read, len(work.prompt)) + 1, self.chunk):
-            self._held.setdefault(work.beginning(end), set()).add(work.own_row)
+        """The whole chunks of its prompt that the row now has."""
+        own = self._of_row[work.own_row]
+        for n_chunks in range(len(own) + 1, work.n_read // self.chunk + 1):
+            own.append(work.beginning(n_chunks, self.chunk))
+            self._held.setdefault(own[-1], set()).add(work.own_row)
 
     def _forget(self, row: int) -> None:
-        for rows in self._held.values():
-            rows.discard(row)
-        self._held = {key: rows for key, rows in self._held.items() if rows}
+        for key in self._of_row[row]:
+            self._held[key].discard(row)
+            if not self._held[key]:
+                del self._held[key]
+        self._of_row[row] = []

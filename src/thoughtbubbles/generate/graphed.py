@@ -3,12 +3,11 @@
 import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from thoughtbubbles.generate.cache import cache_memory, new_cache
-from thoughtbubbles.generate.decode import Prediction, prefill
+from thoughtbubbles.generate.decode import Prediction, padded, prefill
 from thoughtbubbles.generate.graph import GraphStep
 from thoughtbubbles.generate.jobs import ActiveRequest, Token
 from thoughtbubbles.generate.sample import BatchSampling, Picked, pick, uniform
@@ -145,12 +144,3 @@ def free_memory(device: torch.device) -> int:
     """Free bytes on the GPU, including memory that torch has reserved but does not use."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def padded(prompts: Sequence[Sequence[int]], *, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Pads prompts on the right. Uses NumPy, since torch converts nested lists very slowly."""
-    lengths = [len(prompt) for prompt in prompts]
-    ids = np.zeros((len(lengths), max(lengths)), dtype=np.int64)
-    for row, prompt in zip(ids, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return torch.from_numpy(ids).to(device), torch.tensor(lengths, device=device)
