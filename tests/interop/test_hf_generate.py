@@ -145,7 +145,7 @@ def test_sampled_distributions_equal_ours(tmp_path, kind, name):
     out = model.generate(
         **batch(PROMPTS), do_sample=True, max_new_tokens=4, output_scores=True, return_dict_in_generate=True, **settings
     )
-    rows = BatchSampling.of([Sampling(**SETTINGS[name])] * 3, device="cpu")
+    own = BatchSampling.of([Sampling(**SETTINGS[name])], device="cpu")
     for step, scores in enumerate(out.scores):
         for row, prompt in enumerate(PROMPTS):
             text = [*prompt, *out.sequences[row, 7 : 7 + step].tolist()]
@@ -154,8 +154,7 @@ def test_sampled_distributions_equal_ours(tmp_path, kind, name):
                 logits = core(torch.tensor([text]), want=("next_logits",)).next_logits
             seen = torch.zeros_like(logits, dtype=torch.bool)
             seen[0, text] = True
-            one = BatchSampling(*(None if c is None else c if isinstance(c, bool) else c[row : row + 1] for c in rows))
-            expected = processed(logits, one, n_ids=N_IDS, seen=seen)
+            expected = processed(logits, own, n_ids=N_IDS, seen=seen)
             torch.testing.assert_close(
                 scores[row].log_softmax(-1),
                 expected[0].log_softmax(-1).to(scores.dtype),

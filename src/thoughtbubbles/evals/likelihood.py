@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from thoughtbubbles.data.tokenizer import Tokenizer
-from thoughtbubbles.generate.decode import padded
+from thoughtbubbles.generate.padding import padded
 from thoughtbubbles.model import head
 from thoughtbubbles.model.budget import BudgetLike
 from thoughtbubbles.model.streams import Streams

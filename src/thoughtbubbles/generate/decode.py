@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -323,12 +322,3 @@ def _trimmed(streams: Streams) -> Streams:
     """Cuts off the slots beyond the largest bubble of the batch."""
     width = int((streams.token == 0).sum(1).max())
     return Streams(streams.x[:, :width], streams.log_score[:, :width], streams.token[:, :width])
-
-
-def padded(prompts: Sequence[Sequence[int]], *, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Pads prompts on the right. Uses NumPy, since torch converts nested lists very slowly."""
-    lengths = [len(prompt) for prompt in prompts]
-    ids = np.zeros((len(lengths), max(lengths)), dtype=np.int64)
-    for row, prompt in zip(ids, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return torch.from_numpy(ids).to(device), torch.tensor(lengths, device=device)

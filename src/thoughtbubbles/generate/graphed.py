@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from thoughtbubbles.generate.cache import cache_memory, new_cache
-from thoughtbubbles.generate.decode import Prediction, padded, prefill
+from thoughtbubbles.generate.decode import Prediction, prefill
 from thoughtbubbles.generate.graph import GraphStep
 from thoughtbubbles.generate.jobs import ActiveRequest, Token
+from thoughtbubbles.generate.padding import padded
 from thoughtbubbles.generate.sample import BatchSampling, Picked, pick, uniform
 from thoughtbubbles.model.budget import Budget, Number
 from thoughtbubbles.model.transformer import Thoughtbubbles

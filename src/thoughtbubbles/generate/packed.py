@@ -147,10 +147,10 @@ def read(
             number[streams.token], find_bubbles(streams.token, n_tokens), streams.log_score.dtype
         )  # in the row itself
         layout = layout_at(position, None if span.level is None else streams.log_score, config)
-        parts = parts_of(config, span, rows.tolist(), used.tolist(), counts.tolist())
+        view = view_of(config, span, batch, used, counts, place)
         residual = Residual(streams.x)
         for block, key, value in zip(model.blocks[start : start + len(span.key)], span.key, span.value, strict=True):
-            residual = block(residual, layout, packed_attention(key, value, where, parts))
+            residual = block(residual, layout, packed_attention(key, value, where, view))
         streams = Streams(residual.total(layout.gate), streams.log_score, streams.token)
         n_earlier = 2 * used
         span.used[rows] = used + counts
@@ -164,6 +164,14 @@ def embed(model: Thoughtbubbles, ids: Int[Tensor, "T"]) -> Streams:
     return Streams(x, torch.zeros_like(token, dtype=accumulation_dtype(x.dtype)), token)
 
 
+class Together(NamedTuple):
+    """Rows next to each other in the cache that attend in one call, over as many slots as the longest one has."""
+
+    rows: slice
+    place: Int[Tensor, "M"]  # of each packed stream among rows · W queries
+    mask: Float[Tensor, "B 1 W n"]  # added to the logits
+
+
 class Part(NamedTuple):
     """The streams of one row in a span: which packed streams they are, and which slots they attend to."""
 
@@ -172,6 +180,30 @@ class Part(NamedTuple):
     n: int
     seen: int  # slots, their own included
     mask: Float[Tensor, "1 1 _ _"] | None  # added to the logits; None: every slot is visible, none is attenuated
+
+
+def view_of(
+    config: ModelConfig,
+    span: Span,
+    batch: Batch,
+    used: Int[Tensor, "B"],
+    counts: Int[Tensor, "B"],
+    place: Int[Tensor, "M"],
+) -> "Together | list[Part]":
+    """How the rows of a batch attend: together if that wastes little, as in most decoding steps; else one by one."""
+    rows, before, new = batch.rows.tolist(), used.tolist(), counts.tolist()
+    seen = [sum(each) for each in zip(before, new, strict=True)]
+    is_block = rows == list(range(rows[0], rows[0] + len(rows)))
+    if len(rows) == 1 or batch.longest > 1 or not is_block or 2 * sum(seen) < len(rows) * max(seen):
+        return parts_of(config, span, rows, before, new)
+    own, slot = (torch.arange(n, device=used.device) for n in (max(new), max(seen)))
+    visible = slot <= (used[:, None] + own)[..., None]
+    chosen = slice(rows[0], rows[0] + len(rows))
+    bias = None if span.level is None else attenuation(span.log_score[chosen, : max(seen)], config)[0]
+    bias = span.log_score.new_zeros(1, 1) if bias is None else bias
+    mask = torch.where(visible, bias[:, None], -math.inf)[:, None]
+    index = torch.arange(len(rows), device=used.device).repeat_interleave(counts) * max(new) + place
+    return Together(chosen, index, mask)
 
 
 def parts_of(
@@ -196,7 +228,7 @@ def packed_attention(
     key: Float[Tensor, "R N S H"],
     value: Float[Tensor, "R N S H"],
     where: tuple[Int[Tensor, "M"], Int[Tensor, "M"]],
-    parts: Sequence[Part],
+    view: "Together | list[Part]",
 ) -> AttentionPath:
     """Caches the new keys and values, then each row attends over its own slots."""
 
@@ -206,6 +238,8 @@ def packed_attention(
         value[row, :, slot] = gated(v, layout)[0].transpose(0, 1).to(value.dtype)
         with torch.autocast(q.device.type, enabled=False):
             q = at_least_float32(q)
+            if isinstance(view, Together):
+                return attend_together(q, key, value, view).to(v.dtype)
             heads = [
                 F.scaled_dot_product_attention(
                     q[:, :, part.first : part.first + part.n],
@@ -213,11 +247,25 @@ def packed_attention(
                     at_least_float32(value[part.row : part.row + 1, :, : part.seen]),
                     attn_mask=part.mask,
                 )
-                for part in parts
+                for part in view
             ]
             return torch.cat(heads, dim=2).to(v.dtype)
 
     return path
+
+
+def attend_together(
+    q: Float[Tensor, "1 N M H"], key: Float[Tensor, "R N S H"], value: Float[Tensor, "R N S H"], view: Together
+) -> Float[Tensor, "1 N M H"]:
+    n_rows, _, width, seen = view.mask.shape
+    queries = q.new_zeros(n_rows * width, *q.shape[1::2]).index_copy_(0, view.place, q[0].transpose(0, 1))
+    heads = F.scaled_dot_product_attention(
+        queries.unflatten(0, (n_rows, width)).transpose(1, 2),
+        at_least_float32(key[view.rows, :, :seen]),
+        at_least_float32(value[view.rows, :, :seen]),
+        attn_mask=view.mask,
+    )
+    return heads.transpose(1, 2).flatten(0, 1)[view.place].transpose(0, 1)[None]
 
 
 def prediction_of(model: Thoughtbubbles, streams: Streams, token: Int[Tensor, "P"], n_tokens: int) -> Prediction:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from thoughtbubbles.generate.cache import new_cache
-from thoughtbubbles.generate.decode import Prediction, padded, predict_uncached
+from thoughtbubbles.generate.decode import Prediction, predict_uncached
 from thoughtbubbles.generate.packed import Batch, read
+from thoughtbubbles.generate.padding import padded
 from thoughtbubbles.model.budget import Budget, Number
 from thoughtbubbles.model.config import BudgetMode
 from thoughtbubbles.model.transformer import Thoughtbubbles
