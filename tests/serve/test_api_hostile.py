@@ -48,7 +48,7 @@ def _nobody_is_harmed(running, expected) -> Iterator[None]:
     status, found, _ = running.ask("POST", "/v1/completions", SHORT)
     assert (status, found["choices"][0]["text"]) == (200, expected)
     assert running.worker.error is None
-    assert running.worker._places == {}
+    assert running.worker._destinations == {}
 
 
 def in_form(found: Any) -> bool:

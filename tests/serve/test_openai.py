@@ -78,11 +78,21 @@ def test_several_prompts_and_samples(client, running):
     prompts = ["abc", "xyz!"]
     found = client.completions.create(model=NAME, prompt=prompts, n=3, max_tokens=7, seed=11)
     assert [choice.index for choice in found.choices] == list(range(6))
-    expected = [
-        alone(running, prompt, max_new=7, sampling=Sampling(seed=11 + i)).text for prompt in prompts for i in range(3)
-    ]
+    expected = [alone(running, prompts[i // 3], max_new=7, sampling=Sampling(seed=11 + i)).text for i in range(6)]
     assert [choice.text for choice in found.choices] == expected
     assert found.usage.prompt_tokens == 3 + 4
+
+
+def test_equal_prompts_get_different_samples(client):
+    found = client.completions.create(model=NAME, prompt=["abc"] * 4, n=2, max_tokens=9, seed=3)
+    assert len({choice.text for choice in found.choices}) == 8
+
+
+def test_the_largest_seed(client, running):
+    found = client.completions.create(model=NAME, prompt="abc", n=2, max_tokens=9, seed=2**63 - 1)
+    assert found.seed == 2**63 - 1
+    expected = [alone(running, sampling=Sampling(seed=seed)).text for seed in (2**63 - 1, -(2**63))]
+    assert [choice.text for choice in found.choices] == expected
 
 
 def test_prompts_as_ids(client, running):
@@ -183,6 +193,25 @@ def test_echo(client, running):
     assert "".join(piece.choices[0].text for piece in pieces) == found.text
     for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert [each for part in joined for each in getattr(part, field)] == getattr(found.logprobs, field)
+
+
+@pytest.mark.parametrize("prompt", ["", []])
+def test_echo_of_an_empty_prompt(client, running, prompt):
+    expected = alone(running, [BYTES.end_of_text])
+    asked = {"model": NAME, "prompt": [prompt, "a"], "max_tokens": 9, "temperature": 0, "echo": True, "logprobs": 1}
+    found, other = client.completions.create(**asked).choices
+    assert found.text == expected.text
+    assert found.logprobs.token_logprobs == pytest.approx(expected.log_probs, abs=SAME_ROW)
+    assert len(found.logprobs.tokens) == len(found.logprobs.top_logprobs) == len(found.logprobs.text_offset) == 9
+    assert found.logprobs.text_offset[0] == 0
+    assert other.text.startswith("a")
+    assert len(other.logprobs.tokens) == 10
+    pieces = [piece.choices[0] for piece in client.completions.create(**asked, stream=True)]
+    assert "".join(piece.text for piece in pieces if piece.index == 0) == expected.text
+    none = client.completions.create(**{**asked, "prompt": prompt, "max_tokens": 0}).choices[0]
+    assert (none.text, none.logprobs.tokens, none.logprobs.token_logprobs) == ("", [], [])
+    own = client.completions.create(**{**asked, "prompt": [BYTES.end_of_text], "max_tokens": 1}).choices[0]
+    assert own.logprobs.tokens[0] == "<|endoftext|>"
 
 
 def test_a_prompt_is_scored(client, running):
@@ -311,6 +340,32 @@ def test_neutral_values_are_accepted(client):
     )
 
 
+def test_other_servers_values_are_understood(client, running, chat_prompt):
+    developer = [{**CHAT[0], "role": "developer"}, *CHAT[1:]]
+    found = client.chat.completions.create(
+        model=NAME,
+        messages=developer,
+        max_completion_tokens=5,
+        temperature=1e-6,
+        top_logprobs=0,
+        stream=True,
+        stream_options={"include_usage": None},
+        extra_body={"top_k": -1},
+    )
+    text = "".join(piece.choices[0].delta.content or "" for piece in found)
+    assert text == alone(running, chat_prompt, max_new=5).text.removeprefix(" ")
+    silent = [CHAT[1], {"role": "assistant", "content": None, "tool_calls": []}, CHAT[3]]
+    empty = [CHAT[1], {"role": "assistant", "content": ""}, CHAT[3]]
+    first, second = (
+        client.chat.completions.create(model=NAME, messages=messages, max_completion_tokens=5, temperature=0)
+        for messages in (silent, empty)
+    )
+    assert first.choices == second.choices
+    settings = {"model": NAME, "prompt": "abc", "max_tokens": 9, "seed": 2}
+    found = client.completions.create(**settings, extra_body={"top_k": -1})
+    assert found.choices[0].text == client.completions.create(**settings).choices[0].text
+
+
 def test_a_model_without_a_chat_form():
     with (
         Running() as server,
@@ -351,9 +406,8 @@ def test_a_timeout_is_not_retried():
             client.completions.create(model=NAME, prompt="abc", max_tokens=4000, temperature=0)
         assert (error.value.status_code, error.value.code) == (504, "timeout")
         assert server.worker.metrics.finished.labels("timeout")._value.get() == 1
-        pieces = client.completions.create(model=NAME, prompt="abc", max_tokens=4000, temperature=0, stream=True)
-        with pytest.raises(openai.APIError, match="took longer"):
-            list(pieces)
+        with pytest.raises(openai.APIError, match="took longer"):  # before or after the first token
+            list(client.completions.create(model=NAME, prompt="abc", max_tokens=4000, temperature=0, stream=True))
 
 
 def test_a_common_prompt_is_read_once():

@@ -17,9 +17,10 @@ if MISSING := [name for name in ("fastapi", "uvicorn", "playwright", "axe_core_p
     pytest.skip(f"{', '.join(MISSING)} not installed", allow_module_level=True)
 
 from playwright.sync_api import expect
-from watching import TEXT, check_drawing, opened, seen, settled, until, write
+from watching import TEXT, Server, check_drawing, opened, seen, settled, until, write
 
 from thoughtbubbles.analysis import trace
+from thoughtbubbles.serve.app import Capacity
 from thoughtbubbles.serve.served import open_models
 
 pytestmark = pytest.mark.slow
@@ -113,6 +114,22 @@ def test_generation(page, server):
     assert page.input_value("#text") == text
     assert len(text) > len("Hello")
     check_drawing(page, server.trace(text))
+
+
+def test_a_generation_keeps_to_the_budget_of_its_engine(browser, server):
+    """Traces take any budget; the engine of `serve` has a limit."""
+    capacity = Capacity(max_budget=2)
+    with Server(server.models[:1], capacity=capacity) as limited, opened(browser, limited.address) as page:
+        write(page, "Hello")
+        page.focus("#budget-A")
+        page.keyboard.press("End")
+        until(page, f"app.panes[0].lineage.asked.budget === 8 && {settled()}")
+        page.fill("#length", "4")
+        with page.expect_request("**/api/generate") as asked:
+            page.click("#generate")
+        assert asked.value.post_data_json["budget"] == 2
+        assert asked.value.response().status == 200
+        page.wait_for_selector("#generate:not(.stop)")
 
 
 def test_a_generation_is_stopped(page):

@@ -29,12 +29,12 @@ def until(page: Page, condition: str, *, seconds: float = 30) -> Any:
 
 
 class Server:
-    def __init__(self, models: list[Served]):
+    def __init__(self, models: list[Served], **options: Any):
         self.models = models
         self.socket = listen("127.0.0.1", 0)
         self.address = address_of(self.socket, "127.0.0.1")
         self._server = uvicorn.Server(
-            uvicorn.Config(create_app(models), log_level="error", timeout_graceful_shutdown=1)
+            uvicorn.Config(create_app(models, **options), log_level="error", timeout_graceful_shutdown=1)
         )
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.socket]})
 

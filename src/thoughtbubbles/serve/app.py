@@ -27,7 +27,7 @@ from thoughtbubbles.model.budget import Number
 from thoughtbubbles.serve.completions import add_api
 from thoughtbubbles.serve.errors import add_errors
 from thoughtbubbles.serve.guard import LOCAL, Guard
-from thoughtbubbles.serve.metrics import Counted
+from thoughtbubbles.serve.metrics import RequestCounter
 from thoughtbubbles.serve.page import add_page
 from thoughtbubbles.serve.served import Served
 from thoughtbubbles.serve.worker import Worker
@@ -87,9 +87,9 @@ def create_app(
     app.add_middleware(Guard, host=host, hosts=hosts, key=key)
     if api:
         add_api(app, models[0], app.state.workers[0])
-        app.add_middleware(Counted, metrics=app.state.workers[0].metrics)
+        app.add_middleware(RequestCounter, metrics=app.state.workers[0].metrics)
     if page:
-        add_page(app, models, workers)
+        add_page(app, models, workers, limited=capacity is not None)
     add_errors(app)
     return app
 

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from thoughtbubbles.generate.jobs import Request
 from thoughtbubbles.serve.errors import GONE, ApiError, is_openai, stopping
-from thoughtbubbles.serve.worker import Broken, Busy, Failed, Ticket, Worker
+from thoughtbubbles.serve.worker import EngineBroken, Failed, Ticket, TooBusy, Worker, WorkerClosed
 
 T = TypeVar("T")
 
@@ -28,10 +28,12 @@ def submit(request: HttpRequest, worker: Worker, asked: Sequence[Request]) -> Ti
         return worker.submit(asked)
     except ValueError as error:
         raise bad_request(request.url.path, error) from None
-    except Busy as error:
+    except TooBusy as error:
         raise ApiError(429, str(error), code="queue_full", headers={"retry-after": str(error.retry_after)}) from None
-    except Broken as error:
+    except EngineBroken as error:
         raise ApiError(503, str(error), code="broken") from None
+    except WorkerClosed:
+        raise stopping() from None
 
 
 def bad_request(path: str, error: ValueError) -> ApiError:

@@ -8,7 +8,8 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -90,7 +91,7 @@ def serve(
 
     if max_budget is not None:
         Budget.of(max_budget, name="--max-budget")
-    with listen(host, port, patience=timeout) as listener:  # before loading a model, which takes longer to fail
+    with bind(host, port, patience=timeout) as listener:  # before loading a model, which takes longer to fail
         if key is None and not _is_local(host):
             print(
                 f"--host {host} without an API key: everybody who can reach this port can use the model; "
@@ -111,6 +112,7 @@ def serve(
             api=True,
             capacity=Capacity(rows=rows, waiting=waiting, max_budget=max_budget, timeout=timeout),
         )
+        accept(listener, host, port)
         facts = f"model {served.name}, {rows} rows, {app.state.workers[0].memory}"
         print(f"thoughtbubbles serve: {address_of(listener, host)} {facts} (Ctrl-C to stop)", flush=True)
         Server(app, drain=drain, grace=grace).run(sockets=[listener])
@@ -211,7 +213,15 @@ def _is_local(host: str) -> bool:
 
 
 def listen(host: str, port: int, *, patience: int | float = math.inf) -> socket.socket:
-    """A bound socket, so that a port in use is known before anything else happens.
+    """A socket that accepts connections: `bind`, then `accept`."""
+    listener = bind(host, port, patience=patience)
+    accept(listener, host, port)
+    return listener
+
+
+def bind(host: str, port: int, *, patience: int | float = math.inf) -> socket.socket:
+    """A bound socket, so that a port in use is known before anything else happens. It refuses connections until
+    `accept`: a balancer sends nothing to a server that is still loading its model.
 
     patience  seconds after which a connection whose client reads nothing is closed, where the system can (Linux)
     """
@@ -220,18 +230,29 @@ def listen(host: str, port: int, *, patience: int | float = math.inf) -> socket.
     except (socket.gaierror, UnicodeError):
         raise ValueError(f"--host {host}: no such address; leave it out for 127.0.0.1") from None
     listener = socket.socket(family, kind, protocol)
-    try:
+    with _errors_of(listener, host, port):
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if patience < math.inf and hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * patience))
         listener.bind(place)
+    return listener
+
+
+def accept(listener: socket.socket, host: str, port: int) -> None:
+    """Begins to accept connections. The port can be in use only now, by a server that was bound at the same time."""
+    with _errors_of(listener, host, port):
         listener.listen()
+
+
+@contextmanager
+def _errors_of(listener: socket.socket, host: str, port: int) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise ValueError(f"--port {port} is in use: give another one, or --port 0 for a free one") from None
         raise ValueError(f"--host {host} --port {port}: {error.strerror}") from None
-    return listener
 
 
 def address_of(listener: socket.socket, host: str) -> str:

@@ -3,7 +3,7 @@
 POST /v1/completions          continues prompts
 POST /v1/chat/completions     answers chats, if the model has a chat form
 GET  /v1/models               the model
-GET  /healthz                 200 while the process lives
+GET  /healthz                 200 while the process works; 503 after its engine broke: it must be restarted
 GET  /readyz                  200 while it takes requests, else 503
 GET  /metrics                 see metrics.py
 """
@@ -21,7 +21,7 @@ from thoughtbubbles.serve.clients import Streamed, bad_request, failure, submit,
 from thoughtbubbles.serve.errors import STOPPING, ApiError, error_body
 from thoughtbubbles.serve.metrics import CONTENT_TYPE
 from thoughtbubbles.serve.replies import ChatReply, Reply, TextReply
-from thoughtbubbles.serve.schema import ChatAsked, CompletionAsked, Prepared, prepare
+from thoughtbubbles.serve.schema import ChatRequest, CompletionRequest, Prepared, prepare
 from thoughtbubbles.serve.served import Served
 from thoughtbubbles.serve.worker import Failed, Ticket, Worker
 
@@ -62,7 +62,7 @@ def add_api(app: FastAPI, served: Served, worker: Worker) -> None:
         check_model(name)
         return described()
 
-    async def prepared(asked: CompletionAsked | ChatAsked, request: Request) -> Prepared:
+    async def prepared(asked: CompletionRequest | ChatRequest, request: Request) -> Prepared:
         check_model(asked.model)
         try:
             if len(await request.body()) <= LARGE:
@@ -72,11 +72,12 @@ def add_api(app: FastAPI, served: Served, worker: Worker) -> None:
             raise bad_request(request.url.path, error) from None
 
     @app.post("/v1/completions")
-    async def completions(asked: CompletionAsked, request: Request) -> Response:
-        requests, seed = await prepared(asked, request)
+    async def completions(asked: CompletionRequest, request: Request) -> Response:
+        requests, seed, prompts = await prepared(asked, request)
         ticket = submit(request, worker, requests)
         options = {"seed": seed, "n": asked.n, "top": asked.top, "has_usage": asked.has_usage}
-        reply = TextReply(served.name, served.tokenizer, ticket.handles, echo=asked.echo, **options)
+        echo = prompts if asked.echo else None
+        reply = TextReply(served.name, served.tokenizer, ticket.handles, echo=echo, **options)
         return await _answer(request, ticket, reply, stream=asked.stream)
 
     if not served.chat:
@@ -88,8 +89,8 @@ def add_api(app: FastAPI, served: Served, worker: Worker) -> None:
         return
 
     @app.post("/v1/chat/completions")
-    async def chat(asked: ChatAsked, request: Request) -> Response:
-        requests, seed = await prepared(asked, request)
+    async def chat(asked: ChatRequest, request: Request) -> Response:
+        requests, seed, _ = await prepared(asked, request)
         ticket = submit(request, worker, requests)
         options = {"seed": seed, "n": asked.n, "top": asked.top, "has_usage": asked.has_usage}
         reply = ChatReply(served.name, served.tokenizer, ticket.handles, **options)
@@ -97,14 +98,16 @@ def add_api(app: FastAPI, served: Served, worker: Worker) -> None:
 
 
 def _add_routes_for_operators(app: FastAPI, worker: Worker) -> None:
-    @app.get("/healthz")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    def status(name: str, reason: str | None) -> JSONResponse:
+        return JSONResponse({"status": name} if reason is None else {"error": reason}, 503 if reason else 200)
 
-    @app.get("/readyz")
+    @app.api_route("/healthz", methods=["GET", "HEAD"])
+    async def health() -> JSONResponse:
+        return status("ok", worker.error)
+
+    @app.api_route("/readyz", methods=["GET", "HEAD"])
     async def ready() -> JSONResponse:
-        reason = STOPPING if app.state.stopping else worker.error
-        return JSONResponse({"status": "ready"} if reason is None else {"error": reason}, 503 if reason else 200)
+        return status("ready", STOPPING if app.state.stopping else worker.error)
 
     @app.get("/metrics")
     async def show_metrics() -> Response:

@@ -18,6 +18,7 @@ from thoughtbubbles.files import short_name
 
 GONE = 499  # the client closed the connection: nobody reads the reply
 STOPPING = "the server is stopping"
+FAILED = "the server failed while answering: see its log"
 
 
 class ApiError(HTTPException):
@@ -73,9 +74,8 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> JSONResponse:
-        reason = " ".join(str(error).split())[:300]
-        message = f"the server failed: {type(error).__name__}: {reason}"
-        return JSONResponse(error_body(request.url.path, 500, message), 500)
+        """Starlette raises the error again after this reply, and uvicorn writes its traceback to the log."""
+        return JSONResponse(error_body(request.url.path, 500, FAILED), 500)
 
 
 def _first(errors: Sequence[Any]) -> tuple[str, str]:

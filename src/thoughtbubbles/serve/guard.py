@@ -10,19 +10,22 @@ import hmac
 import ipaddress
 import json
 import socket
+import time
 from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from thoughtbubbles.serve.errors import error_body
+from thoughtbubbles.serve.errors import STOPPING, error_body
 
 MOST_BYTES = 1 << 20  # of a request's body
 MOST_DROPPED = 1 << 24  # bytes of a body that is too large: they are read before the reply
 BODY_SECONDS = 30  # for a request's body to arrive
+LOOK_SECONDS = 0.25  # how often a request that waits for its body looks whether the server is stopping
 LOCAL = ("localhost", "127.0.0.1", "::1")
 EVERYWHERE = ("0.0.0.0", "::", "")
-NO_KEY = ("/", "/healthz", "/readyz")  # and /static: health checks and the page's files need no key
+PROBES = ("/healthz", "/readyz")  # of balancers, some of which send no Host header
+NO_KEY = ("/", *PROBES)  # and /static: health checks and the page's files need no key
 POLICY = (
     "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
@@ -58,7 +61,8 @@ class Guard:
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         path = scope["path"]
-        if not self._knows(f"//{headers.get('host', '')}"):
+        host = headers.get("host", "")
+        if not self._knows(f"//{host}") and (host or path not in PROBES):
             await refuse(send, path, 403, "this server answers only under its own address, such as http://127.0.0.1")
         elif "origin" in headers and not self._knows(headers["origin"]):
             await refuse(send, path, 403, "this server answers only its own page")
@@ -69,13 +73,20 @@ class Guard:
             await self._with_body(scope, receive, send, headers.get("content-length", "0"))
 
     async def _with_body(self, scope: Scope, receive: Receive, send: Send, length: str) -> None:
+        reading = asyncio.ensure_future(_body(receive, length))
+        state, end = scope["app"].state, time.monotonic() + BODY_SECONDS
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await _body(receive, length)
-        except TimeoutError:
-            message = f"the request's body did not arrive within {BODY_SECONDS} seconds"
-            await refuse(send, scope["path"], 408, message)
-            return
+            while not (await asyncio.wait([reading], timeout=min(LOOK_SECONDS, BODY_SECONDS)))[0]:
+                if state.stopping:
+                    await refuse(send, scope["path"], 503, STOPPING, code="stopping")
+                    return
+                if time.monotonic() >= end:
+                    message = f"the request's body did not arrive within {BODY_SECONDS} seconds"
+                    await refuse(send, scope["path"], 408, message)
+                    return
+            body = reading.result()
+        finally:
+            reading.cancel()
         if body is None:
             message = f"the request is too large: send at most {MOST_BYTES:,} bytes"
             await refuse(send, scope["path"], 413, message)
@@ -145,8 +156,10 @@ def _with_headers(send: Send) -> Send:
 async def refuse(send: Send, path: str, status: int, reason: str, *, code: str | None = None) -> None:
     body = json.dumps(error_body(path, status, reason, code=code)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status in (408, 413):  # there may be more of the body
+    if status in (408, 413, 503):  # there may be more of the body
         headers.append((b"connection", b"close"))
+    if status == 503:
+        headers.append((b"retry-after", b"1"))
     send = _with_headers(send)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -25,8 +25,8 @@ from thoughtbubbles.generate.engine import Engine
 
 NAME = "thoughtbubbles"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-TO_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class Metrics:
@@ -37,10 +37,10 @@ class Metrics:
         self.requests = counter("requests", "HTTP requests", ["route", "status"])
         self.finished = counter("finished", "Completions, by why they ended", ["finish"])
         self.first_token = histogram(
-            "time_to_first_token_seconds", "From submission to the first token", buckets=TO_FIRST
+            "time_to_first_token_seconds", "From submission to the first token", buckets=FIRST_TOKEN_BUCKETS
         )
         self.per_token = histogram(
-            "time_per_token_seconds", "Mean of a completion, after its first token", buckets=PER_TOKEN
+            "time_per_token_seconds", "Mean of a completion, after its first token", buckets=PER_TOKEN_BUCKETS
         )
 
     def watch(self, engine: Engine) -> None:
@@ -72,7 +72,7 @@ class EngineStats(Collector):
         )
 
 
-class Counted:
+class RequestCounter:
     """ASGI middleware: counts requests by route and status, those that the guard rejects too."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics):

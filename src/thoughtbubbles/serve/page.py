@@ -1,7 +1,7 @@
 """The page and what it asks for.
 
     GET  /                 the page; its scripts and styles are in /static
-    GET  /api/models       what can be chosen
+    GET  /api/models       what can be chosen; `max_generate_budget`: at most this budget in /api/generate
     POST /api/trace        {model, text, budget, selection}                    → a trace as JSON, and `truncated`
     POST /api/attention    the same, and {stage, stream, head}                 → weights of one stream, by block
     POST /api/generate     {model, text, budget, max_new, temperature, seed}   → one line of JSON per new token
@@ -84,8 +84,8 @@ class Calls:
                 raise ApiError(422, str(error)) from None
 
 
-def add_page(app: FastAPI, models: Sequence[Served], workers: Mapping[str, Worker]) -> None:
-    """`workers`: by the names of the models."""
+def add_page(app: FastAPI, models: Sequence[Served], workers: Mapping[str, Worker], *, limited: bool = False) -> None:
+    """`workers`: by the names of the models. `limited`: whether their engines have room for some budgets only."""
     calls = {served.name: Calls(served) for served in models}
 
     def calls_of(name: str | None) -> Calls:
@@ -99,7 +99,11 @@ def add_page(app: FastAPI, models: Sequence[Served], workers: Mapping[str, Worke
 
     @app.get("/api/models")
     async def list_models() -> dict[str, Any]:
-        return {"version": __version__, "models": [served.described() for served in models]}
+        found = [
+            served.described(max_generate_budget=workers[served.name].engine.max_budget if limited else None)
+            for served in models
+        ]
+        return {"version": __version__, "models": found}
 
     @app.post("/api/trace")
     async def trace(asked: TraceRequest, request: Request) -> Response:

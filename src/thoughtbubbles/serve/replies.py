@@ -1,7 +1,7 @@
 """The replies of /v1: completions as OpenAI's objects, whole or as the pieces of a stream.
 
-Two fields are ours: `seed`, with which the same request gives the same text, and in each choice `streams`, the mean
-number of streams per generated token.
+Two fields are ours: `seed`, with which the same request gives the same texts (choice i uses `seed` + i), and in each
+choice `streams`, the mean number of streams per generated token.
 
 Log-probabilities are the model's own, before temperature and truncation. Where conventions differ: `text_offset` counts
 characters of the choice's own `text`, from 0, as in vLLM (OpenAI counts the prompt without echo too); the first token
@@ -19,7 +19,7 @@ from typing import Any
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.generate.engine import Handle
 from thoughtbubbles.generate.jobs import Finish
-from thoughtbubbles.serve.worker import New
+from thoughtbubbles.serve.worker import NewToken
 
 LEAST = -9999.0  # instead of −∞, which JSON does not have
 Top = Sequence[tuple[int, float]]
@@ -61,7 +61,7 @@ class Reply:
         ]
         return {**self.head, "object": self.kind, "choices": choices, "usage": self.usage(), "seed": self.seed}
 
-    def pieces(self, new: New) -> Iterator[dict[str, Any]]:
+    def pieces(self, new: NewToken) -> Iterator[dict[str, Any]]:
         """What a new token brings, if anything can be shown."""
         reason = None if new.finish is None else REASONS[new.finish]
         last = {} if reason is None else {"streams": _mean(self.handles[new.choice].completion.streams)}
@@ -92,7 +92,7 @@ class Reply:
         """All of a choice."""
         raise NotImplementedError
 
-    def contents(self, new: New) -> Iterator[dict[str, Any]]:
+    def contents(self, new: NewToken) -> Iterator[dict[str, Any]]:
         """The parts of a choice that a new token completes."""
         raise NotImplementedError
 
@@ -109,28 +109,28 @@ class Reply:
 
 
 class TextReply(Reply):
-    """Of /v1/completions. `echo`: the text begins with the prompt."""
+    """Of /v1/completions. `echo`: the prompts as they were given, if the texts begin with them."""
 
     kind = piece = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, *args: Any, echo: bool = False, **options: Any):
+    def __init__(self, *args: Any, echo: Sequence[Sequence[int]] | None = None, **options: Any):
         super().__init__(*args, **options)
         self.echo = echo
         self._offsets: dict[int, Offsets] = {}  # of each choice
 
     def content(self, index: int) -> dict[str, Any]:
         done = self.handles[index].completion
-        prompt = self._prompt(index) if self.echo else self.nothing()
+        prompt = self.nothing() if self.echo is None else self._prompt(index, self.echo[index // self.n])
         logprobs = prompt["logprobs"]
         if self.top is not None:
             mine = self._logprobs(index, done.ids, done.log_probs, done.top)
             logprobs = mine if logprobs is None else _joined(logprobs, mine)
         return {"text": prompt["text"] + (done.text or ""), "logprobs": logprobs}
 
-    def contents(self, new: New) -> Iterator[dict[str, Any]]:
-        if self.echo and new.choice not in self._offsets:
-            yield self._prompt(new.choice)
+    def contents(self, new: NewToken) -> Iterator[dict[str, Any]]:
+        if self.echo is not None and new.choice not in self._offsets:
+            yield self._prompt(new.choice, self.echo[new.choice // self.n])
         if (token := new.token) is None:
             return
         logprobs = None
@@ -142,13 +142,13 @@ class TextReply(Reply):
     def nothing(self) -> dict[str, Any]:
         return {"text": "", "logprobs": None}
 
-    def _prompt(self, index: int) -> dict[str, Any]:
-        handle = self.handles[index]
-        text = self.tokenizer.decode(handle.prompt)
+    def _prompt(self, index: int, ids: Sequence[int]) -> dict[str, Any]:
+        """Of an empty prompt nothing, though the model reads end-of-text in its place."""
+        text = self.tokenizer.decode(ids)
         logprobs = None
         if self.top is not None:
-            found = handle.completion
-            logprobs = self._logprobs(index, handle.prompt, found.prompt_log_probs, found.prompt_top)
+            found = self.handles[index].completion
+            logprobs = self._logprobs(index, ids, found.prompt_log_probs[: len(ids)], found.prompt_top[: len(ids)])
         self._offsets[index] = Offsets(self.tokenizer, start=len(text))
         return {"text": text, "logprobs": logprobs}
 
@@ -186,7 +186,7 @@ class ChatReply(Reply):
             "logprobs": self._logprobs(done.ids, done.log_probs, done.top),
         }
 
-    def contents(self, new: New) -> Iterator[dict[str, Any]]:
+    def contents(self, new: NewToken) -> Iterator[dict[str, Any]]:
         if new.choice not in self._begun:
             self._begun.add(new.choice)
             yield {"delta": {"role": "assistant", "content": ""}, "logprobs": None}

@@ -1,7 +1,8 @@
 """The requests of /v1: their fields, and what they ask of the engine.
 
 Fields are OpenAI's, and some that they do not have: budget (streams per token), top_k, min_p and repetition_penalty. A
-field that is null counts as left out. What the engine cannot do is accepted only where it asks for nothing.
+field that is null counts as left out, also in stream_options. What the engine cannot do is accepted only where it asks
+for nothing.
 """
 
 import secrets
@@ -20,6 +21,7 @@ from thoughtbubbles.serve.served import Served
 
 MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS = 64, 16, 4
 MOST_TOP, MOST_CHAT_TOP = 5, 20
+COLDEST = 0.001  # temperature; below it, sampling is greedy
 USUAL_NEW = 16  # tokens of /v1/completions without max_tokens
 LONGEST_NAME = 400
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -30,8 +32,13 @@ class StreamOptions(BaseModel, extra="forbid", strict=True):
     include_usage: bool = False
     include_obfuscation: bool = False  # ignored: nothing is obfuscated
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return _without_nulls(given) if isinstance(given, Mapping) else given
 
-class Asked(BaseModel, extra="forbid", strict=True):
+
+class BaseRequest(BaseModel, extra="forbid", strict=True):
     """What both kinds of requests have."""
 
     # Fields that ask for something that we do not have, and the values at which they ask for nothing.
@@ -44,7 +51,7 @@ class Asked(BaseModel, extra="forbid", strict=True):
 
     model: Annotated[str, Field(max_length=LONGEST_NAME)]
     n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
-    seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - MOST_SAMPLES)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 1.0
     top_p: Finite = 1.0
     top_k: int | None = None
@@ -64,7 +71,7 @@ class Asked(BaseModel, extra="forbid", strict=True):
             if given.get(name) is not None and given[name] not in values:
                 raise ApiError(400, f"{name} = {brief(given[name])} is not supported: leave it out", param=name)
         dropped = {*cls.neutral, *cls.ignored}
-        return {name: value for name, value in given.items() if value is not None and name not in dropped}
+        return {name: value for name, value in _without_nulls(given).items() if name not in dropped}
 
     @field_validator("stop", mode="plain")
     @classmethod
@@ -84,7 +91,7 @@ class Asked(BaseModel, extra="forbid", strict=True):
         return given
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> "Asked":
+    def _check_stream_options(self) -> "BaseRequest":
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options are for stream: true only", param="stream_options")
         return self
@@ -96,17 +103,17 @@ class Asked(BaseModel, extra="forbid", strict=True):
 
     def sampling(self, seed: int) -> Sampling:
         return Sampling(
-            temperature=self.temperature,
+            temperature=self.temperature if self.temperature >= COLDEST else 0,
             top_p=self.top_p,
-            top_k=self.top_k,
+            top_k=None if self.top_k == -1 else self.top_k,  # −1: all tokens, as in vLLM
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
-            seed=seed,
+            seed=(seed + 2**63) % 2**64 - 2**63,  # wraps around
         )
 
 
-class CompletionAsked(Asked):
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {**Asked.neutral, "suffix": ("",)}
+class CompletionRequest(BaseRequest):
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {**BaseRequest.neutral, "suffix": ("",)}
 
     prompt: list[Prompt] = [""]
     max_tokens: Annotated[int | None, Field(ge=0)] = None
@@ -126,10 +133,10 @@ class CompletionAsked(Asked):
         return prompts
 
     @model_validator(mode="after")
-    def _check_together(self) -> "CompletionAsked":
+    def _check_together(self) -> "CompletionRequest":
         if self.best_of not in (None, self.n):
             raise ApiError(
-                400, f"best_of = {self.best_of}: only n = {self.n} is supported; leave it out", param="best_of"
+                400, f"best_of = {brief(self.best_of)}: only n = {self.n} is supported; leave it out", param="best_of"
             )
         if self.max_tokens == 0 and not self.is_scored:
             raise ApiError(400, "max_tokens = 0 needs echo and logprobs, to score the prompt", param="max_tokens")
@@ -145,12 +152,13 @@ class CompletionAsked(Asked):
         return self.logprobs
 
     def prompts(self, served: Served) -> list[list[int]]:
+        """As ids; an empty prompt has none."""
         return [_ids_of(served, each) for each in self.prompt]
 
 
-class ChatAsked(Asked):
+class ChatRequest(BaseRequest):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **Asked.neutral,
+        **BaseRequest.neutral,
         "audio": (),
         "function_call": ("none", "auto"),
         "functions": ([],),
@@ -189,13 +197,13 @@ class ChatAsked(Asked):
             raise ValueError("give a list of {role, content}, at least one")
         if given[-1].get("role") == "assistant":
             raise ValueError("the last message is the assistant's: end with what it is to answer")
-        found = [{"role": str(each.get("role")), "content": _text_of(each.get("content"))} for each in given]
+        found = [_message(each) for each in given]
         chat_parts(found)  # checks the roles
         return found
 
     @model_validator(mode="after")
-    def _check_together(self) -> "ChatAsked":
-        if self.top_logprobs is not None and not self.logprobs:
+    def _check_together(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         return self
 
@@ -211,36 +219,39 @@ class ChatAsked(Asked):
 
 
 class Prepared(NamedTuple):
-    """What a request asks of the engine. Sample i of prompt p has the index p × n + i, and the seed `seed` + i."""
+    """What a request asks of the engine. Sample i of prompt p is choice c = p × n + i. Its seed is `seed` + c, so equal
+    prompts get different samples; after 2^63 − 1 comes −2^63.
+    """
 
     requests: list[Request]
     seed: int
+    prompts: list[list[int]]  # as they were given: an empty one has no ids
 
 
-def prepare(asked: CompletionAsked | ChatAsked, served: Served) -> Prepared:
+def prepare(asked: CompletionRequest | ChatRequest, served: Served) -> Prepared:
     """Raises ApiError or ValueError."""
-    if isinstance(asked, CompletionAsked):
+    if isinstance(asked, CompletionRequest):
         prompts, field, most, scored = asked.prompts(served), "prompt", asked.max_tokens, asked.is_scored
     else:
         prompts, field, scored = [asked.prompt(served)], "messages", False
         most = asked.max_completion_tokens or asked.max_tokens
-    usual = USUAL_NEW if isinstance(asked, CompletionAsked) else served.model.config.block_size
+    usual = USUAL_NEW if isinstance(asked, CompletionRequest) else served.model.config.block_size
     seed = secrets.randbits(53) if asked.seed is None else asked.seed
-    samplings = [asked.sampling(seed + i) for i in range(asked.n)]
+    started = [ids or [served.tokenizer.end_of_text] for ids in prompts]  # what an empty text begins with
     requests = [
         Request(
             prompt=ids,
             max_new=_max_new(ids, served, field, most, usual=usual),
             budget=asked.budget,
-            sampling=sampling,
+            sampling=asked.sampling(seed + p * asked.n + i),
             stop=asked.stop,
             top=min(asked.top or 0, served.tokenizer.size),
             score_prompt=scored,
         )
-        for ids in prompts
-        for sampling in samplings
+        for p, ids in enumerate(started)
+        for i in range(asked.n)
     ]
-    return Prepared(requests, seed)
+    return Prepared(requests, seed, prompts)
 
 
 def _max_new(ids: Sequence[int], served: Served, field: str, asked: int | None, *, usual: int) -> int:
@@ -250,8 +261,8 @@ def _max_new(ids: Sequence[int], served: Served, field: str, asked: int | None, 
     if len(ids) + new > length:
         raise ApiError(
             400,
-            f"the model's context length is {length} tokens, but {field} has {len(ids)} and {new} more are asked for: "
-            "shorten one of them",
+            f"the model's context length is {length} tokens, but {field} has {len(ids)} and {brief(new)} more are "
+            "asked for: shorten one of them",
             param=field,
             code="context_length_exceeded",
         )
@@ -263,12 +274,23 @@ def _is_ids(given: Any) -> bool:
 
 
 def _ids_of(served: Served, prompt: Prompt) -> list[int]:
-    """An empty prompt is the beginning of any text: end-of-text."""
     ids = served.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if wrong := [i for i in ids if not 0 <= i < served.tokenizer.size]:
         most = served.tokenizer.size - 1
         raise ApiError(400, f"prompt has the id {brief(wrong[0])}: ids are from 0 to {most}", param="prompt")
-    return ids or [served.tokenizer.end_of_text]
+    return ids
+
+
+def _without_nulls(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _message(given: Mapping[str, Any]) -> dict[str, str]:
+    """OpenAI's newer name for system is developer. An assistant that called tools may have no content."""
+    role, content = given.get("role"), given.get("content")
+    if role == "assistant" and content is None:
+        content = ""
+    return {"role": "system" if role == "developer" else str(role), "content": _text_of(content)}
 
 
 def _is_text(part: Any) -> bool:

@@ -20,6 +20,7 @@ from thoughtbubbles.files import SHIPPED, short_name
 from thoughtbubbles.generate.jobs import Request, Token
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.generate.show import shown
+from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 TRACES = 24  # kept per model, about a megabyte each
@@ -61,10 +62,13 @@ class Served:
         self._traces: OrderedDict[View, bytes] = OrderedDict()
         self._kept = kept or Kept()
 
-    def described(self) -> dict[str, Any]:
-        """For the page: what can be chosen, and the model's shape."""
+    def described(self, *, max_generate_budget: Budget | None = None) -> dict[str, Any]:
+        """For the page: what can be chosen, and the model's shape. Traces take any budget, engines may have a limit."""
         config = self.model.config
         forks = bool(config.fork_layers)
+        limit: float = config.max_bubble
+        if max_generate_budget is not None:
+            limit = int(max_generate_budget.largest * 10**6) / 10**6  # rounded down, so that it can be asked for
         both = ["causal", "block"] if config.budget_mode == "proportional" else ["block"]
         return {
             "name": self.name,
@@ -74,6 +78,7 @@ class Served:
             "copies": config.copies,
             "budget": float(config.budget) if forks else None,
             "max_budget": config.max_bubble if forks else None,
+            "max_generate_budget": limit if forks else None,
             "selection": config.selection if forks else None,
             "selections": both if forks else [],
             "tokenizer": self.tokenizer.name,

@@ -82,9 +82,12 @@ export class App {
     return this.state.compare ? this.panes : this.panes.slice(0, 1);
   }
 
+  /** For a generation, whose engine may have room for smaller budgets only than traces. */
   settings() {
-    const { model, budget } = this.panes[0].controls.settings;
-    return { model, budget };
+    const { settings, models } = this.panes[0].controls;
+    const { model, budget } = settings;
+    const most = models.find((each) => each.name === model).max_generate_budget;
+    return { model, budget: budget === null ? null : Math.min(budget, most) };
   }
 
   /** Changes that need no new trace. */
