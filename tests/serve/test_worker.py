@@ -184,4 +184,5 @@ def test_an_error_of_the_server_is_logged_and_not_sent(monkeypatch, caplog):
         status, found = ask(server)
         assert (status, found["error"]["type"]) == (500, "server_error")
         assert found["error"]["message"] == "the server failed while answering: see its log"
+        until(lambda: any(record.exc_info for record in caplog.records))  # it is logged after the reply
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
