@@ -1,7 +1,8 @@
 """Decoding with and without a KV cache on a CPU, and with CUDA graphs on a GPU, with bubbles and without.
 
 python benchmarks/decode.py                   150m, float32: 256 new tokens after a prompt of 256, one row
-python benchmarks/decode.py --device cuda     1.9b, bfloat16: 1 row and 32 rows, compiled steps, static shapes
+python benchmarks/decode.py --device cuda     1.9b, bfloat16: 1, 32 and 128 rows, compiled steps, static shapes;
+                                              then the engine under constant load
 python benchmarks/decode.py --device cuda --protocol long
     the rows of `thoughtbubbles reproduce long`: docs/results/decode.json, which its report reads
 
@@ -18,16 +19,20 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 from common import command, seconds, synchronize, write_results
-from decode_steps import DTYPES, NEW, PROMPT, build, difference, graph_times, graphs, some_ids
+from decode_steps import DTYPES, NEW, PROMPT, build, difference, graph_times, graphs, refill, some_ids, streams_of
 from torch import Tensor
 
 from thoughtbubbles.generate.cache import Cache, cache_memory
 from thoughtbubbles.generate.decode import decode_step, predict_uncached, prefill
-from thoughtbubbles.generate.graph import GraphStep, has_kernels
+from thoughtbubbles.generate.engine import Engine
+from thoughtbubbles.generate.fast_blocks import has_kernels
+from thoughtbubbles.generate.graph import GraphStep
+from thoughtbubbles.generate.graphed import Graphed
 from thoughtbubbles.generate.requests import Request, stream
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.model.budget import Budget
@@ -39,6 +44,8 @@ from thoughtbubbles.recipes.reproduce.protocols import protocol
 
 VOCABULARY = 8192  # of the text behind docs/results
 FOR_REPORT = Path(__file__).parents[1] / "docs" / "results" / "decode.json"
+PROMPTS, ANSWERS = (16, 128), (128, 384)  # tokens of requests to the engine, from and to
+CONCURRENT, ENGINE_TOKENS = 128, 2**16
 SIZES = 8  # prefix lengths at which decoding without a cache is timed
 
 
@@ -99,14 +106,68 @@ def whole_loop(model: Thoughtbubbles, ids: Tensor) -> tuple[float, float]:
     return len(requests) * (len(times) - 17) / (times[-1] - times[16]), statistics.fmean(streams)
 
 
-def profile(step: GraphStep, *, repeats: int = 5) -> list[dict[str, Any]]:
+def engine_times(model: Thoughtbubbles, rows: int) -> dict[str, Any]:
+    """Clients that send a request as soon as they have the answer to the last one: the engine's tokens per second, and
+    those of bare steps over the same rows in the middle of their work."""
+    random = Random(0)
+
+    def request() -> Request:
+        n, new = random.randint(*PROMPTS), random.randint(*ANSWERS)
+        prompt = [random.randrange(min(50257, model.config.vocab_size)) for _ in range(n)]
+        return Request(prompt=prompt, sampling=Sampling(temperature=0), max_new=new)
+
+    engine = Engine(model, rows=rows, chunk=1024, max_budget=model.config.budget, capacity=512, compiled=True)
+    for _ in range(rows):
+        engine.submit(request())
+    generated, steps, begin, before = 0, 0, 0.0, (0, 0)
+    while generated < ENGINE_TOKENS:
+        ended = [event for event in engine.step() if event.handle.is_finished]
+        for _ in ended:
+            engine.submit(request())
+        stats = engine.stats()
+        if not steps and stats.tokens_generated > ENGINE_TOKENS // 4:  # compiled, and at lengths of all kinds
+            begin, before = time.perf_counter(), (stats.tokens_generated, stats.tokens_read)
+        steps += bool(begin)
+        generated = stats.tokens_generated - before[0] if begin else 0
+    took, after = time.perf_counter() - begin, engine.stats()
+    reader = engine._reader
+    assert isinstance(reader, Graphed)
+    active = int(reader.step.active.sum())
+    bare = bare_time(reader.step, streams_of(model, active))
+    numbers = {
+        "tokens_per_second": generated / took,
+        "tokens_of_prompts_per_second": (after.tokens_read - before[1]) / took,
+        "tokens_per_step": generated / steps,
+        "milliseconds_per_step": 1000 * took / steps,
+        "milliseconds_of_a_bare_step": 1000 * bare,
+        "share_of_bare_steps": generated / took / (rows / bare),
+    }
+    return {"rows": rows, "prompts": PROMPTS, "answers": ANSWERS, **numbers}
+
+
+def bare_time(step: GraphStep, streams: float, *, repeats: int = 20) -> float:
+    """Seconds of a step, again and again from the same state."""
+    kept = [*(span.used for span in step.cache.spans), step.cache.n_tokens]
+    before, times = [each.clone() for each in kept], []
+    for _ in range(repeats):
+        for each, then in zip(kept, before, strict=True):
+            each.copy_(then)
+        synchronize("cuda")
+        begin = time.perf_counter()
+        step(streams)
+        synchronize("cuda")
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def profile(step: GraphStep, streams: float, *, repeats: int = 5) -> list[dict[str, Any]]:
     """Where the time of a step goes: microseconds and launches per kernel, including waiting of overlapping ones."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
     with profiler(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
         for _ in range(repeats):
-            step()
+            step(streams)
         torch.cuda.synchronize()
     kernels = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)
     return [
@@ -129,19 +190,27 @@ def on_gpu(rows_tried: list[int]) -> dict[str, Any]:
         times = graph_times(models, steps, rows)
         for name, model in models.items():
             milliseconds = statistics.median(times[name])
+            refill(steps[name], model, some_ids(model, rows))
             bytes_read = 2 * parameter_count(model.config)
             cases[name] |= {
                 "milliseconds_per_step": milliseconds,
                 "tokens_per_second_of_steps": 1000 * rows / milliseconds,
                 "weight_bytes_per_second": bytes_read / milliseconds * 1000,
                 "share_of_copy_bandwidth": bytes_read / milliseconds * 1000 / found["copy_bytes_per_second"],
-                "profile": profile(steps[name]),
+                "profile": profile(steps[name], streams_of(model, rows)),
             }
         steps.clear()
         for name, model in models.items():
-            whole_loop(model, some_ids(model, rows))  # warms up
             loop, streams = whole_loop(model, some_ids(model, rows))
-            cases[name] |= {"tokens_per_second": loop, "streams_per_token": streams}
+            cases[name] |= {
+                "tokens_per_second": loop,
+                "share_of_copy_bandwidth_of_the_whole_loop": 2
+                * parameter_count(model.config)
+                * loop
+                / rows
+                / found["copy_bytes_per_second"],
+                "streams_per_token": streams,
+            }
         plain, forked = (cases[name]["milliseconds_per_step"] for name in names)
         found["rows"][str(rows)] = {
             **cases,
@@ -149,6 +218,7 @@ def on_gpu(rows_tried: list[int]) -> dict[str, Any]:
             "compilations_after_warm_up": torch._dynamo.utils.counters["stats"]["unique_graphs"] - compiled,
         }
         synchronize("cuda")
+    found["engine"] = {name: engine_times(model, CONCURRENT) for name, model in models.items()}
     return found
 
 
@@ -236,7 +306,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--protocol", choices=["long"], help="measure the rows of this protocol")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32], help="batch sizes on a GPU or of a protocol")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", help="batch sizes on a GPU (default: 1 32 128) or of a protocol (1 32)"
+    )
     parser.add_argument(
         "--new", type=int, help="tokens decoded per row of a protocol on a CPU, from 2 on (default: 16)"
     )
@@ -253,10 +325,10 @@ def main() -> None:
         parser.error("--protocol on a CPU needs --out: docs/results/decode.json has the times of a GPU")
     if given.protocol:
         new = given.new or 16 if is_cpu else NEW
-        numbers = protocol_rows(given.protocol, given.device, rows_tried=given.rows, new=new)
+        numbers = protocol_rows(given.protocol, given.device, rows_tried=given.rows or [1, 32], new=new)
         path = write_rows(given.device, numbers, to=given.out or FOR_REPORT)
     else:
-        numbers = on_cpu() if is_cpu else on_gpu(given.rows)
+        numbers = on_cpu() if is_cpu else on_gpu(given.rows or [1, 32, 128])
         path = write_results("decode", given.device, numbers, to=given.out)
     print(path.read_text())
 

@@ -71,8 +71,15 @@ def started(model: Thoughtbubbles, ids: Tensor) -> tuple[GraphStep, dict[str, An
     }
     begin = time.perf_counter()
     step = GraphStep(model, cache, most=most_streams(budget, PROMPT + NEW))
+    memory["packed_streams"] = step.size_for(streams_of(model, rows))
+    step.captured(memory["packed_streams"])
     memory["seconds_to_compile_and_capture"] = time.perf_counter() - begin
     return step, memory
+
+
+def streams_of(model: Thoughtbubbles, rows: int) -> float:
+    """Of one token of every row, in the mean."""
+    return rows * float(Budget.of(model.config.budget).largest) if model.config.fork_layers else rows
 
 
 def refill(step: GraphStep, model: Thoughtbubbles, ids: Tensor) -> None:
@@ -89,7 +96,8 @@ def graph_check(step: GraphStep, model: Thoughtbubbles, ids: Tensor) -> float:
     errors = []
     for t in range(PROMPT, PROMPT + 8):
         step.ids.copy_(ids[:, t])
-        found, (expected, cache) = step(), decode_step(model, cache, ids[:, t])
+        expected, cache = decode_step(model, cache, ids[:, t])
+        found = step(streams_of(model, ids.shape[0]))
         same = found.streams == expected.streams
         if bool(same.any()):
             errors.append((found.logits - expected.logits)[same].norm() / expected.logits[same].norm())
@@ -105,7 +113,7 @@ def step_times(step: GraphStep, ids: Tensor) -> list[float]:
         step.ids.copy_(ids[:, t])
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        step()
+        step(streams_of(step.model, ids.shape[0]))
         end.record()
         events.append((begin, end))
     torch.cuda.synchronize()

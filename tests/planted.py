@@ -122,10 +122,13 @@ FAULTS = [
     Fault("kernels/adamw.py", "if self._sizes is None or places != self._places:", "if self._sizes is None:", OPTIM),
     Fault(
         "kernels/decode.py",
-        "sum_left = tl.dot(weights, v_left, sum_left * fade[:, None])",
-        "sum_left = tl.dot(weights, v_left, sum_left)",
+        "values, summed * fade[:, None])",
+        "values, summed)",
         GRAPH,
     ),
+    Fault("kernels/decode.py", "total = total * fade + parts * weight", "total = total + parts * weight", GRAPH),
+    Fault("generate/graph.py", "row * width + packed - first[row]", "row * width", GRAPH),
+    Fault("generate/graph.py", "place.minimum(last)", "place", GRAPH),
     Fault(
         "kernels/decode.py",
         "(w[None, :] <= w[:, None]) & real[None, :]",
@@ -133,7 +136,7 @@ FAULTS = [
         GRAPH,
     ),
     Fault("kernels/decode.py", "key_bias + b * S + kept + w,", "key_bias + b * S + w,", GRAPH),
-    Fault("generate/graph.py", "attention.gate_heads(heads, h)", "heads", GRAPH),
+    Fault("generate/fast_blocks.py", "attention.gate_heads(heads, h)", "heads", GRAPH),
     # Training on several ranks, steps, precision
     Fault(
         "train/parallel.py", "group.set_gradient_divide_factor(1.0)", "group.set_gradient_divide_factor(2.0)", PARALLEL
@@ -350,7 +353,8 @@ FAULTS = [
         ENGINE,
     ),
     Fault("generate/scheduler.py", "self.chunk or not work.can_share or", "self.chunk or", ENGINE),
-    Fault("generate/engine.py", "uniform(each.seed, handle.job.n_new)", "uniform(each.seed, 0)", ENGINE),
+    Fault("generate/engine.py", "sampling.seed, handle.job.n_new) for", "sampling.seed, 0) for", ENGINE),
+    Fault("generate/sample.py", "uniform(seed, index + i)", "uniform(seed, index)", ENGINE),
     Fault("generate/engine.py", "            self._seen[token.id] = True\n", "            pass\n", ENGINE),
     Fault("generate/engine.py", "Scored(handle, first + i, token)", "Scored(handle, i, token)", ENGINE),
     Fault("recipes/reproduce/records.py", "/ max(tokens(each)", "/ min(tokens(each)", "tests/recipes/test_report.py"),

@@ -100,13 +100,15 @@ def test_iterating_over_a_handle_runs_the_engine():
 class Interleaving(RuleBasedStateMachine):
     """Any order of submissions, steps and cancellations. Prompts share beginnings, so that chunks are copied."""
 
+    options: dict[str, Any] = {}  # noqa: RUF012
+
     def __init__(self) -> None:
         super().__init__()
         self.known: list[tuple[Handle, Request]] = []
 
     @initialize(rows=st.integers(1, 4), chunk=st.sampled_from([1, 3, 4, 8]))
     def start(self, rows: int, chunk: int) -> None:
-        self.engine = Engine(model(), rows=rows, chunk=chunk)
+        self.engine = Engine(model(), rows=rows, chunk=chunk, **self.options)
 
     @rule(
         text=st.integers(0, 1),

@@ -9,8 +9,7 @@ from generate.completions import GREEDY, PIECES, assert_same_completion, brute_f
 from helpers import SAME_FUNCTION, SAME_ROW
 from thoughtbubbles.generate import readers
 from thoughtbubbles.generate.graphed import check_fits
-from thoughtbubbles.generate.packed import Batch
-from thoughtbubbles.generate.readers import Cached
+from thoughtbubbles.generate.readers import Cached, Reading
 from thoughtbubbles.generate.requests import Request, generate, stream
 from thoughtbubbles.generate.sample import Sampling, uniform
 from thoughtbubbles.model.budget import Budget
@@ -205,7 +204,7 @@ def test_scored_prompts(model):
     assert found[0].prompt_top[1] == ((int(log_probs[0].argmax()), pytest.approx(float(log_probs[0].max()))),)
     assert [token.request for token in stream(model, requests)].count(0) == 0
     [refused, _, _] = generate(model, requests, method="uncached", on_error="return")
-    assert refused.error == "score_prompt needs the KV cache, and steps that are not compiled: leave it out"
+    assert refused.error == "score_prompt needs the KV cache: leave it out"
 
 
 # ---- storage that grows ---------------------------------------------------------------------------------------------
@@ -221,14 +220,13 @@ def test_storage_that_grows_changes_nothing(model, monkeypatch):
     for row in range(2):
         reader.open(row, 1.5)
     for n in range(1, 12):
-        last = torch.tensor([0, 1]) if n < 9 else torch.tensor([0])
         rows = [0, 1] if n < 9 else [1]
-        reader.read([n % 5] * len(rows), Batch.of(rows, [1] * len(rows)), longest=n, predict=last)
+        reader.read(Reading([n % 5] * len(rows), rows, [1] * len(rows), list(range(len(rows))), longest=n))
         room.append(reader.cache.capacity)
     assert room == [1, 2, 4, 4, 8, 8, 8, 8, 11, 11, 11]
     assert reader.cache.n_tokens.tolist() == [8, 11]
     reader.open(0, 2)  # the storage that has grown has room for the largest budget, though no row had it then
-    reader.read([3] * 11, Batch.of([0], [11]), longest=11, predict=torch.tensor([10]))
+    reader.read(Reading([3] * 11, [0], [11], [10], longest=11))
     assert int(reader.cache.streams(11)[0].sum()) > 16
 
 

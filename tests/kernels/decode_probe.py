@@ -5,18 +5,21 @@ Prints one JSON object: the largest difference of a step's logits, of what is ca
 
 import json
 import sys
+from functools import partial
 
 import torch
 
 from helpers import lively_model, random_ids, small_config
 from thoughtbubbles.generate.decode import PLAIN, Parts, advance, prefill
-from thoughtbubbles.generate.graph import fast_blocks, widths_within
+from thoughtbubbles.generate.graph import run_packed, widths_within
 from thoughtbubbles.kernels import decode as kernels
 
 BUDGETS = [2, 1.5, 4]
 
 
-def differences(steps: int = 3, lengths: tuple[int, ...] = (3, 7, 1), **changes) -> dict[str, float | bool]:
+def differences(
+    steps: int = 3, lengths: tuple[int, ...] = (3, 7, 1), size: int | None = None, **changes
+) -> dict[str, float | bool]:
     shape = {"width": 256, "n_head": 8, "n_layer": 2, "block_size": max(lengths) + 5, "vocab_size": 40}
     config = small_config(**{**shape, "fork_layers": (0, 1), "merge": "residual", **changes})
     model = lively_model(config, dtype=torch.float32)
@@ -32,7 +35,8 @@ def differences(steps: int = 3, lengths: tuple[int, ...] = (3, 7, 1), **changes)
         active = torch.tensor([True, True, step != 1])
         new = ids.gather(1, caches[0].n_tokens[:, None])[:, 0]
         plain, caches[0] = advance(model, caches[0], new, active, widths=widths, parts=PLAIN)
-        fast, caches[1] = advance(model, caches[1], new, active, widths=widths, parts=Parts(blocks=fast_blocks))
+        blocks = partial(run_packed, size=size)
+        fast, caches[1] = advance(model, caches[1], new, active, widths=widths, parts=Parts(blocks=blocks))
         worst = max(worst, float((plain.logits - fast.logits)[active].abs().max()))
         same &= torch.equal(plain.streams[active], fast.streams[active])
     kept = [
@@ -48,6 +52,8 @@ if __name__ == "__main__":
     cases = {
         "short": {"n_layer": 1, "fork_layers": (0,), "steps": 2},
         "bubbles": {},
+        "packed": {"size": 9},
+        "packed long": {"lengths": (36, 40, 33), "steps": 2, "n_layer": 1, "fork_layers": (0,), "size": 5},
         "long": {"lengths": (36, 40, 33), "steps": 1, "n_layer": 1, "fork_layers": (0,)},
         "plain": {"fork_layers": (), "merge": "original"},
         "gates of heads": {"n_layer": 1, "fork_layers": (0,), "steps": 1, "head_gate": True},

@@ -8,7 +8,7 @@ import torch
 
 from helpers import small_config
 from thoughtbubbles import kernels
-from thoughtbubbles.generate import graph
+from thoughtbubbles.generate import fast_blocks
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train import parallel
@@ -80,5 +80,5 @@ def test_blocks_with_gates_of_heads_are_compiled():
 
 def test_the_authors_form_is_not_decoded_on_kernels(monkeypatch):
     monkeypatch.setattr(kernels, "for_decoding", lambda *_, **__: True)
-    assert not graph.has_kernels(Thoughtbubbles(authors()))
-    assert graph.has_kernels(Thoughtbubbles(replace(authors(), authors_compat=False)))
+    assert not fast_blocks.has_kernels(Thoughtbubbles(authors()))
+    assert fast_blocks.has_kernels(Thoughtbubbles(replace(authors(), authors_compat=False)))

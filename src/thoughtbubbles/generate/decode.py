@@ -35,11 +35,21 @@ from thoughtbubbles.model.streams import (
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 
+class Likeliest(NamedTuple):
+    id: Int[Tensor, "B"]
+    log_prob: Float[Tensor, "B"]
+
+
 class Prediction(NamedTuple):
     """The prediction of each row's next token."""
 
     logits: Float[Tensor, "B V"]  # with merge="mixture": its log-probabilities
     streams: Int[Tensor, "B"]  # the size of the bubble that predicts it
+    likeliest: Likeliest | None = None  # the likeliest token, if the step has looked for it
+
+    def at(self, rows: Int[Tensor, "n"]) -> "Prediction":
+        likeliest = None if self.likeliest is None else Likeliest(*(part[rows] for part in self.likeliest))
+        return Prediction(self.logits[rows], self.streams[rows], likeliest)
 
 
 @torch.no_grad()
@@ -187,6 +197,7 @@ class View(NamedTuple):
     layout: Layout
     place: Int[Tensor, "B W"]  # the slot of each new stream
     used: Int[Tensor, "B"]  # streams cached before; new stream i attends to the slots up to used + i
+    added: Int[Tensor, "B"]  # new streams that are kept
     key_bias: Float[Tensor, "B S"] | None
 
 
@@ -229,6 +240,7 @@ def enter(
         layout=layout_at(position, None if fork is None else streams.log_score, config),
         place=torch.where(own < added[:, None], span.used[:, None] + own, span.token.shape[1] - 1),
         used=span.used,
+        added=added,
         key_bias=None if fork is None else attenuation(span.log_score, config)[0],
     )
     return streams, view, span.used + added

@@ -2,119 +2,252 @@
 
 On a GPU a step is hundreds of small kernels, and launching them one by one takes longer than running them. A graph
 replays many in one launch. It needs fixed addresses and shapes: the cache is allocated once at full capacity, and every
-bubble has the largest width that the budgets and the fork layers allow (1, 2, 4, 8 with three). That costs little: most
-of a step's time goes into reading the weights, once for all streams.
+bubble has the largest width that the budgets and the fork layers allow (1, 2, 4, 8 with three). Most of that is gaps,
+since a row has r streams per token in the mean. So the blocks run on the streams of all rows packed without gaps:
+
+    width 4   a · · · │ b' b · · │ c″ c' c ·        packed   a b' b c″ c' c · ·
+
+A graph has a fixed size for that too, and a step whose streams are more than that is repeated with a larger graph: it
+has changed nothing that counts, since what a row has read is written last.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache as once
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from thoughtbubbles import kernels
 from thoughtbubbles.generate.cache import Cache, Span
-from thoughtbubbles.generate.decode import Parts, Prediction, View, advance, enter, next_logits, run_blocks
-from thoughtbubbles.model.config import OURS, ModelConfig
+from thoughtbubbles.generate.decode import Likeliest, Parts, Prediction, View, advance, enter, next_logits, run_blocks
+from thoughtbubbles.generate.fast_blocks import fast_blocks, has_kernels
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.layout import Layout
+from thoughtbubbles.model.rope import Rotary
+from thoughtbubbles.model.streams import at_least_float32
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 WIDEST = 16  # four fork layers
+FEW_STREAMS = 32  # up to here an extra stream costs almost nothing
+MARGIN = 1.25  # rows have more or fewer streams than in the mean; of many rows, the sum hardly
 
 
-def fast_blocks(blocks: Sequence[Any], x: Tensor, span: Span, view: View, seen: int) -> Tensor:
-    """`run_blocks` on the kernels of kernels/decode.py, which read only the used slots."""
-    from thoughtbubbles.kernels.decode import add_norm, attend, linear, partial_linear
+class Packing(NamedTuple):
+    """Where the streams of a batch are if its gaps are left out."""
 
-    batch, width, channels = x.shape
-    x, parts, bias = x.reshape(batch * width, channels), None, blocks[0].mlp.down.bias
-    layout = view.layout
+    source: Int[Tensor, "M"]  # the slot of each packed stream, one of B·W
+    first: Int[Tensor, "B"]  # packed stream of each row
+    slot: Int[Tensor, "B*W"]  # the packed stream of each slot; in gaps, of another slot
+
+
+def find_packing(added: Int[Tensor, "B"], width: int, size: int) -> Packing:
+    """`size` packed streams; those past the last row's are copies of a real one."""
+    end = added.cumsum(0)
+    first, last = end - added, (end[-1:] - 1).clamp(min=0)
+    packed = torch.minimum(torch.arange(size, device=added.device), last)
+    row = (packed[:, None] >= end).sum(1).clamp(max=added.shape[0] - 1)
+    place = torch.arange(width, device=added.device).minimum((added[:, None] - 1).clamp(min=0)) + first[:, None]
+    return Packing(row * width + packed - first[row], first, place.minimum(last).clamp(max=size - 1).flatten())
+
+
+def pack_streams(x: Tensor, layout: Layout, packing: Packing) -> tuple[Tensor, Layout]:
+    take = lambda kept: None if kept is None else kept.flatten(0, -1)[packing.source]  # noqa: E731
+    cos, sin = (angle.flatten(0, -2)[packing.source] for angle in layout.rotary)
+    gates = Layout(Rotary(cos, sin), None, take(layout.value_gate), take(layout.gate))
+    return x.flatten(0, 1)[packing.source], gates
+
+
+def unpack_streams(x: Tensor, packing: Packing) -> Tensor:
+    return x[packing.slot].unflatten(0, (packing.first.shape[0], -1))
+
+
+def run_packed(
+    blocks: Sequence[Any], x: Tensor, span: Span, view: View, seen: int, *, size: int | None = None
+) -> Tensor:
+    """`run_blocks` on the kernels of kernels/decode.py, which read only the used slots.
+
+    size  packed streams; None: with gaps
+    """
+    from thoughtbubbles.kernels.decode import Rows, attend
+
+    batch, width, _ = x.shape
+    packing, layout, functions = None, view.layout, packing_functions()
+    first = torch.arange(0, batch * width, width, device=x.device)
+    if size is not None and size < batch * width:
+        packing = functions.find(view.added, width, size)
+        x, layout = functions.pack(x, layout, packing)
+        first = packing.first
+    arrived = torch.zeros(batch * span.key.shape[2], dtype=torch.int32, device=x.device)
+    rows = Rows(first, view.added, view.used, width, packing is None, arrived)
+
+    def attention(qkv: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(qkv, *layout.rotary, layout.value_gate, key, value, view.key_bias, rows)
+
     gate = None if layout.gate is None else layout.gate.reshape(-1)
-    for block, key, value in zip(blocks, span.key, span.value, strict=True):
-        attention, mlp = block.attention, block.mlp
-        x, h = add_norm(x, parts, bias, gate, block.attention_norm)
-        qkv = linear(h, attention.qkv.weight, attention.qkv.bias)
-        heads = attend(qkv, *layout.rotary, layout.value_gate, key, value, view.key_bias, view.place, view.used)
-        parts = partial_linear(attention.gate_heads(heads, h), attention.out.weight)
-        x, h = add_norm(x, parts, attention.out.bias, gate, block.mlp_norm)
-        hidden = linear(h, mlp.up.weight, mlp.up.bias, gelu=True)
-        parts, bias = partial_linear(hidden, mlp.down.weight), mlp.down.bias
-    x, _ = add_norm(x, parts, bias, gate, blocks[-1].mlp_norm)
-    return x.view(batch, width, channels)
+    x = fast_blocks(blocks, x.reshape(-1, x.shape[-1]), span, gate, attention)
+    return x.unflatten(0, (batch, width)) if packing is None else functions.unpack(x, packing)
 
 
-def has_kernels(model: Thoughtbubbles) -> bool:
-    """Whether the decoding kernels support this model: they have our attention and GELU, not the authors'."""
-    weight, config = model.embedding.weight, model.config
-    is_available = kernels.for_decoding(weight.device, weight.dtype, width=config.width, head_size=config.head_size)
-    return is_available and config.form == OURS
+class PackingFunctions(NamedTuple):
+    find: Any
+    pack: Any
+    unpack: Any
 
 
 @once
-def fast_parts(*, on_kernels: bool) -> Parts:
-    compiled: list[Any] = [torch.compile(part, dynamic=False, fullgraph=True) for part in (enter, next_logits)]
-    return Parts(enter=compiled[0], blocks=fast_blocks if on_kernels else run_blocks, logits=compiled[1])
+def packing_functions() -> PackingFunctions:
+    functions = (find_packing, pack_streams, unpack_streams)
+    if not torch.cuda.is_available():
+        return PackingFunctions(*functions)
+    return PackingFunctions(*(torch.compile(each, dynamic=False, fullgraph=True) for each in functions))
+
+
+def find_likeliest(logits: Float[Tensor, "B V"], n_ids: int) -> Likeliest:
+    """Among the first `n_ids` tokens, as in greedy decoding."""
+    token = logits[:, :n_ids].argmax(-1)
+    return Likeliest(token, at_least_float32(logits).log_softmax(-1).gather(1, token[:, None])[:, 0])
+
+
+class Compiled(NamedTuple):
+    enter: Any
+    logits: Any
+    likeliest: Any
+
+
+@once
+def compiled() -> Compiled:
+    functions = (enter, next_logits, find_likeliest)
+    return Compiled(*(torch.compile(each, dynamic=False, fullgraph=True) for each in functions))
+
+
+class Captured(NamedTuple):
+    """A step is split into one graph per span: a long graph takes a while to launch, and this way the later ones are
+    launched while the first runs."""
+
+    graphs: list[torch.cuda.CUDAGraph]
+    prediction: Prediction
 
 
 class GraphStep:
     """Replays a step over a cache that it owns: fill `ids` and `active`, call, and read the returned prediction.
 
-    The returned tensors are the graph's own, and the next call overwrites them. A step is split into one graph per
-    span: a long graph takes a while to launch, and this way the later ones are launched while the first runs.
+    The returned tensors are the graph's own, and the next call overwrites them.
     """
 
-    def __init__(self, model: Thoughtbubbles, cache: Cache, *, most: int):
-        """`most`: the most streams that a bubble can have under the budgets."""
+    def __init__(self, model: Thoughtbubbles, cache: Cache, *, most: int, n_ids: int | None = None):
+        """
+        most   the most streams that a bubble can have under the budgets
+        n_ids  how many of the ids can be the likeliest one; by default all
+        """
         self.model, self.cache = model, cache
+        self.n_ids = model.config.vocab_size if n_ids is None else n_ids
         self.widths = widths_within(model.config, most)
         if max(self.widths) > WIDEST:
             raise ValueError(
                 f"with {len(model.config.fork_layers)} fork layers a compiled step is {max(self.widths)} streams wide, "
                 f"and beyond {WIDEST} that takes far longer than a token needs: decode without compiling"
             )
-        fast = fast_parts(on_kernels=has_kernels(model))
-        self._blocks, self.parts = fast.blocks, Parts(fast.enter, self._blocks_and_cut, fast.logits)
+        self.on_kernels = has_kernels(model)
         self.ids = torch.zeros_like(cache.n_tokens)
         self.active = torch.zeros_like(cache.n_tokens, dtype=torch.bool)
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._pool = torch.cuda.graph_pool_handle()
+        self.fits = torch.ones((), dtype=torch.bool, device=self.ids.device)
+        self._captured: dict[int, Captured] = {}
+        self._size = self.largest  # of the step that was launched last
+        self._pool: Any = None  # memory that all graphs share
+
+    @property
+    def largest(self) -> int:
+        return self.cache.rows * max(self.widths)
+
+    def __call__(self, streams: int | float | None = None) -> Prediction:
+        self.launch(streams)
+        return self.result()
+
+    def launch(self, streams: int | float | None = None) -> None:
+        """`streams`: as many as the active rows have together in the mean; by default as many as they can have."""
+        self._replay(self.largest if streams is None else self.size_for(streams))
+
+    def result(self) -> Prediction:
+        """Of the step that was launched last. Before that, `ids`, `active` and the cache must not be changed."""
+        while self._size < self.largest and not self.fits.item():
+            self._replay(self.size_for(self._size))
+        return self.captured(self._size).prediction
+
+    def _replay(self, size: int) -> None:
+        self._size = size
+        for graph in self.captured(size).graphs:
+            graph.replay()
+
+    def size_for(self, streams: int | float) -> int:
+        """Packed streams of a graph: with a margin, and few different ones. With few streams, gaps cost nothing."""
+        if not self.on_kernels or self.largest <= FEW_STREAMS:
+            return self.largest
+        wanted = max(FEW_STREAMS, math.ceil(MARGIN * streams))
+        unit = max(16, (1 << (wanted - 1).bit_length()) // 8)
+        return min(-(-wanted // unit) * unit, self.largest)
+
+    def captured(self, size: int) -> Captured:
+        """The graphs for this many packed streams; they are made when they are first needed."""
+        if size not in self._captured:
+            self._captured[size] = self._capture(size)
+        return self._captured[size]
+
+    def parts(self, size: int) -> Parts:
+        blocks = partial(run_packed, size=size) if self.on_kernels else run_blocks
+        return Parts(compiled().enter, blocks, compiled().logits)
+
+    def _capture(self, size: int) -> Captured:
+        active = self.active.clone()
+        self.active.zero_()  # then a step changes nothing
+        graphs: list[torch.cuda.CUDAGraph] = []
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+        def blocks_and_cut(*given: Any) -> Tensor:
+            x: Tensor = parts.blocks(*given)
+            if graphs:  # while capturing
+                graphs[-1].capture_end()
+                begin()
+            return x
+
+        parts = self.parts(size)
+        cut = parts._replace(blocks=blocks_and_cut)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         # Every span, batch size and model compiles separately, and none may fall back to running uncompiled.
         with torch.cuda.stream(stream), torch._dynamo.config.patch(recompile_limit=1024):
             for _ in range(2):
-                self._step()  # compiles; with no active row it changes nothing
+                self._step(cut, size)  # compiles
             torch.cuda.synchronize()
-            self._begin_graph()
+            begin()
             try:
-                self._prediction = self._step()
+                prediction = self._step(cut, size)
             finally:
-                self._graphs[-1].capture_end()
+                graphs[-1].capture_end()
         torch.cuda.current_stream().wait_stream(stream)
+        self.active.copy_(active)
+        return Captured(graphs, prediction)
 
-    def __call__(self) -> Prediction:
-        for graph in self._graphs:
-            graph.replay()
-        return self._prediction
-
-    def _begin_graph(self) -> None:
-        self._graphs.append(torch.cuda.CUDAGraph())
-        self._graphs[-1].capture_begin(pool=self._pool)
-
-    def _blocks_and_cut(self, blocks: Sequence[Any], x: Tensor, span: Span, view: View, seen: int) -> Tensor:
-        x = self._blocks(blocks, x, span, view, seen)
-        if self._graphs:  # while capturing
-            self._graphs[-1].capture_end()
-            self._begin_graph()
-        return x
-
-    def _step(self) -> Prediction:
+    def _step(self, parts: Parts, size: int) -> Prediction:
+        """Writes what each row has read, if all streams had room."""
         cache = self.cache
-        prediction, after = advance(self.model, cache, self.ids, self.active, widths=self.widths, parts=self.parts)
-        for span, new in zip(cache.spans, after.spans, strict=True):
-            torch.add(new.used, 0, out=span.used)  # a kernel: a copy would be a slower kind of node
-        torch.add(after.n_tokens, 0, out=cache.n_tokens)
-        return prediction
+        prediction, after = advance(self.model, cache, self.ids, self.active, widths=self.widths, parts=parts)
+        kept = [(span.used, new.used) for span, new in zip(cache.spans, after.spans, strict=True)]
+        if size < self.largest:
+            most = torch.stack([new.sum() - old.sum() for old, new in kept]).max()
+            torch.le(most, size, out=self.fits)
+        for old, new in (*kept, (cache.n_tokens, after.n_tokens)):
+            if size < self.largest:
+                torch.where(self.fits, new, old, out=old)
+            else:
+                torch.add(new, 0, out=old)  # a kernel: a copy would be a slower kind of node
+        return prediction._replace(likeliest=compiled().likeliest(prediction.logits, self.n_ids))
 
 
 def widths_within(config: ModelConfig, most: int) -> tuple[int, ...]:

@@ -1,130 +1,100 @@
-"""Generation with steps as CUDA graphs: one batch of requests after another."""
-
-import math
-from collections.abc import Iterator, Sequence
+"""A reader whose decoding steps are CUDA graphs. Chunks of prompts are read without: each has another shape."""
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
-from thoughtbubbles.generate.cache import cache_memory, new_cache
-from thoughtbubbles.generate.decode import Prediction, prefill
+from thoughtbubbles.generate.cache import cache_memory
+from thoughtbubbles.generate.decode import Prediction
 from thoughtbubbles.generate.graph import GraphStep
-from thoughtbubbles.generate.jobs import ActiveRequest, Token
-from thoughtbubbles.generate.padding import padded
-from thoughtbubbles.generate.sample import BatchSampling, Picked, pick, uniform
+from thoughtbubbles.generate.readers import Cached, Reading
 from thoughtbubbles.model.budget import Budget, Number
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-DRAWS_AT_ONCE = 64
 
+class Graphed(Cached):
+    """Rows that read a single token take part in a graph over all rows, in which the others are not active."""
 
-class Graphed:
-    """Decoding with steps that are replayed as CUDA graphs, over storage that all batches share."""
-
-    def __init__(self, model: Thoughtbubbles, *, rows: int, capacity: int, budgets: Sequence[Number]):
-        self.model = model
-        largest = Budget.of(Budget.of(list(budgets)).largest)
+    def __init__(self, model: Thoughtbubbles, *, rows: int, capacity: int, budget: Budget, n_ids: int):
         weight = model.embedding.weight
-        need = cache_memory(model.config, rows=rows, capacity=capacity, budget=largest, dtype=weight.dtype).total
-        check_fits(need, free=free_memory(weight.device), rows=rows, capacity=capacity)
-        self.cache = new_cache(
-            model.config, rows=rows, capacity=capacity, budget=largest, dtype=weight.dtype, device=weight.device
+        on_gpu = weight.device.type == "cuda"  # elsewhere there are no graphs: tests run the steps themselves
+        if on_gpu:
+            need = cache_memory(model.config, rows=rows, capacity=capacity, budget=budget, dtype=weight.dtype).total
+            check_fits(need, free=free_memory(weight.device), rows=rows, capacity=capacity)
+        super().__init__(model, rows=rows, capacity=capacity, budget=budget)
+        self.step = GraphStep(model, self.cache, most=most_streams(budget, capacity), n_ids=n_ids)
+        self._budgets = [0.0] * rows
+        self._ids = torch.zeros(rows, dtype=torch.int64, pin_memory=on_gpu)
+        self._active: list[int] = []
+        self._index: Tensor | None = None  # of the active rows; None if they are all, in their order
+        self._ahead: set[int] | None = None  # the rows that have read their next token already
+
+    def warm_up(self) -> None:
+        """Makes all graphs that steps can need, so that no request waits for one of them."""
+        for size in sorted({self.step.size_for(n) for n in range(1, self.step.largest + 1)}):
+            self.step.captured(size)
+
+    def open(self, row: int, budget: Number) -> None:
+        if self._ahead is not None:
+            self.step.result()  # its rows must not be changed before
+            self._ahead.discard(row)
+        super().open(row, budget)
+        self._budgets[row] = min(float(Budget.of(budget).largest), self.model.config.max_bubble)
+
+    def read(self, reading: Reading) -> Prediction:
+        of_rows = zip(reading.rows, reading.lengths, strict=True)
+        tokens = [i for i, (row, n) in enumerate(of_rows) if n == 1 and (self._ahead is None or row in self._ahead)]
+        if len(tokens) == len(reading.rows):
+            return self._read_tokens(reading)
+        if not tokens:
+            self._ahead = None
+            return super().read(reading)
+        chosen = set(tokens)
+        of_step, places = reading.part(tokens)
+        others, other_places = reading.part([i for i in range(len(reading.rows)) if i not in chosen])
+        found = [self._read_tokens(of_step), super().read(others)]
+        place = torch.tensor([*places, *other_places]).argsort().to(self.cache.n_tokens.device)
+        return Prediction(
+            torch.cat([each.logits for each in found])[place], torch.cat([each.streams for each in found])[place]
         )
-        self._step = GraphStep(model, self.cache, most=most_streams(largest, capacity))
 
-    def start(self, prompts: Sequence[Sequence[int]], budgets: Sequence[Number]) -> Prediction:
-        n, rows = len(prompts), self.cache.rows
-        idle = rows - n  # rows that this batch does not need get one token
-        ids, lengths = padded([*prompts, *([[0]] * idle)], device=self.cache.n_tokens.device)
-        budget = Budget.of([*budgets, *([1] * idle)])
-        prediction, filled = prefill(self.model, ids, lengths=lengths, budget=budget, into=self.cache)
-        for span, new in zip(self.cache.spans, filled.spans, strict=True):
-            span.used.copy_(new.used)
-        for old, now in zip(self.cache[1:4], filled[1:4], strict=True):
-            old.copy_(now)
-        self._rows = torch.arange(rows, device=ids.device)
-        self.keep(self._rows[:n])
-        return Prediction(*(part[:n] for part in prediction))
+    def read_ahead(self, rows: list[int], ids: Int[Tensor, "n"]) -> None:
+        """Begins with the next token of these rows, while the host is still busy with the one before.
 
-    def step(self, ids: Tensor) -> Prediction:
-        if len(ids) == self.cache.rows:
-            self._step.ids.copy_(ids)
-            return self._step()
-        self._step.ids[self._rows] = ids
-        return Prediction(*(part[self._rows] for part in self._step()))
+        A row that is not read after all has one token more than it should: it must be opened before it is used again.
+        """
+        self._choose(rows)
+        if self._index is None:
+            self.step.ids.copy_(ids)
+        else:
+            self.step.ids[self._index] = ids
+        self._launch()
+        self._ahead = set(rows)
 
-    def keep(self, rows: Tensor) -> None:
-        """Rows never move: the remaining ones keep their order."""
-        self._rows = self._rows[rows]
-        self._step.active.zero_()
-        self._step.active[self._rows] = True
+    def _read_tokens(self, reading: Reading) -> Prediction:
+        if self._ahead is None:
+            self._choose(reading.rows)
+            self._ids.numpy()[reading.rows] = reading.ids
+            self.step.ids.copy_(self._ids, non_blocking=True)  # it is not written again before the step has ended
+            self._launch()
+        self._ahead = None
+        prediction = self.step.result()
+        rows = [reading.rows[i] for i in reading.predict]
+        if rows == self._active:
+            return prediction if self._index is None else prediction.at(self._index)
+        return prediction.at(torch.tensor(rows, dtype=torch.int64, device=prediction.streams.device))
 
+    def _launch(self) -> None:
+        self.step.launch(sum(self._budgets[row] for row in self._active))
 
-def run(graphs: Graphed, jobs: Sequence[ActiveRequest], *, rows: int, n_ids: int) -> Iterator[Token]:
-    """Requests of similar length are batched together."""
-    ordered = sorted(jobs, key=lambda job: len(job.prompt))
-    for first in range(0, len(ordered), rows):
-        yield from _run_batch(graphs, ordered[first : first + rows], n_ids=n_ids)
-
-
-def _run_batch(decoder: Graphed, rows: list[ActiveRequest], *, n_ids: int) -> Iterator[Token]:
-    prediction = decoder.start([row.prompt for row in rows], [row.budget for row in rows])
-    device = prediction.logits.device
-    settings, n_top = (
-        BatchSampling.of([row.request.sampling for row in rows], device=device),
-        max(r.request.top for r in rows),
-    )
-    seen = _seen(rows, prediction) if settings.penalty is not None else None
-    while True:
-        if (now := rows[0].n_new % DRAWS_AT_ONCE) == 0:  # all rows of a batch have as many new tokens
-            draws = _draws(rows, device)
-        picked = pick(prediction.logits, settings, draws[:, now], n_ids=n_ids, seen=seen, n_top=n_top)
-        facts, ids = _packed(picked, prediction), picked.id
-        seen = None if seen is None else seen.scatter(1, ids[:, None], True)
-        tokens = [row.take(*of_row) for row, of_row in zip(rows, _unpacked(facts, rows), strict=True)]
-        yield from tokens
-        left = [i for i, token in enumerate(tokens) if token.finish is None]
-        if not left:
+    def _choose(self, rows: list[int]) -> None:
+        if rows == self._active:
             return
-        if len(left) < len(rows):
-            index, rows = torch.tensor(left, device=device), [rows[i] for i in left]
-            decoder.keep(index)
-            ids, draws, seen = ids[index], draws[index], None if seen is None else seen[index]
-            settings = BatchSampling.of([row.request.sampling for row in rows], device=device)
-            n_top = max(row.request.top for row in rows)
-        prediction = decoder.step(ids)
-
-
-def _draws(rows: Sequence[ActiveRequest], device: torch.device) -> Tensor:
-    """Random numbers for the next steps, sent together: sending data to a GPU waits until it has finished its work."""
-    steps = range(rows[0].n_new, rows[0].n_new + DRAWS_AT_ONCE)
-    draws = [[uniform(row.request.sampling.seed, step) for step in steps] for row in rows]
-    return torch.tensor(draws, dtype=torch.float64, device=device)
-
-
-def _seen(rows: Sequence[ActiveRequest], prediction: Prediction) -> Tensor:
-    """Which tokens each row already contains."""
-    seen = torch.zeros_like(prediction.logits, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        seen[i, torch.tensor(row.prompt, device=seen.device)] = True
-    return seen
-
-
-def _packed(picked: Picked, prediction: Prediction) -> Tensor:
-    """All results that the host needs, as one tensor, so that they take one transfer."""
-    columns = [picked.id[:, None], picked.log_prob[:, None], prediction.streams[:, None]]
-    return torch.cat([column.double() for column in (*columns, picked.top_id, picked.top_log_prob)], dim=1)
-
-
-def _unpacked(
-    facts: Tensor, rows: Sequence[ActiveRequest]
-) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...], int]]:
-    for (token, log_prob, streams, *top), row in zip(facts.tolist(), rows, strict=True):
-        if math.isnan(log_prob):
-            raise ValueError("the model's logits are NaN: check its weights")
-        n = len(top) // 2
-        likeliest = tuple((int(i), p) for i, p in zip(top[:n], top[n:], strict=True))
-        yield int(token), log_prob, likeliest[: row.request.top], int(streams)
+        index = torch.tensor(rows, device=self.cache.n_tokens.device)
+        self._active = list(rows)
+        self._index = None if rows == list(range(self.cache.rows)) else index
+        self.step.active.zero_()
+        self.step.active[index] = True
 
 
 def most_streams(budget: Budget, capacity: int) -> int:

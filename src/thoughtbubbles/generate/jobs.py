@@ -99,7 +99,7 @@ def check(config: ModelConfig, request: Request, tokenizer: Tokenizer | None, *,
     if wrong_kind := _kind_problem(request, n_ids(config, tokenizer)):
         raise ValueError(wrong_kind)
     if request.score_prompt and not can_score:
-        raise ValueError("score_prompt needs the KV cache, and steps that are not compiled: leave it out")
+        raise ValueError("score_prompt needs the KV cache: leave it out")
     if tokenizer is None and (isinstance(request.prompt, str) or request.stop):
         raise ValueError("text needs a tokenizer: pass tokenizer=, or give the prompt as ids and no stop strings")
     if tokenizer is not None and tokenizer.size > config.vocab_size:

@@ -15,7 +15,7 @@ product of more rows may add in another order.
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from thoughtbubbles.generate.cache import Cache, Span
 from thoughtbubbles.generate.decode import Prediction
+from thoughtbubbles.generate.fast_blocks import fast_blocks, has_kernels
 from thoughtbubbles.model import head
 from thoughtbubbles.model.attention import AttentionPath, gated
 from thoughtbubbles.model.block import Residual
@@ -129,6 +130,7 @@ def read(
     later = torch.arange(1, batch.longest + 1, device=ids.device)
     cap = (held[:, None] + later) * cache.numerator[rows, None] // cache.denominator[rows, None]
 
+    is_fast = has_kernels(model)
     streams, n_earlier = embed(model, ids), 2 * held
     for start, span in zip(sorted({0, *config.fork_layers}), cache.spans, strict=True):
         used = span.used[rows]
@@ -147,15 +149,43 @@ def read(
             number[streams.token], find_bubbles(streams.token, n_tokens), streams.log_score.dtype
         )  # in the row itself
         layout = layout_at(position, None if span.level is None else streams.log_score, config)
-        view = view_of(config, span, batch, used, counts, place)
-        residual = Residual(streams.x)
-        for block, key, value in zip(model.blocks[start : start + len(span.key)], span.key, span.value, strict=True):
-            residual = block(residual, layout, packed_attention(key, value, where, view))
-        streams = Streams(residual.total(layout.gate), streams.log_score, streams.token)
+        blocks = model.blocks[start : start + len(span.key)]
+        if is_fast:
+            x = run_fast(config, list(blocks), streams.x[0], layout, span, where, (rows, used, counts))[None]
+        else:
+            view = view_of(config, span, batch, used, counts, place)
+            residual = Residual(streams.x)
+            for block, key, value in zip(blocks, span.key, span.value, strict=True):
+                residual = block(residual, layout, packed_attention(key, value, where, view))
+            x = residual.total(layout.gate)
+        streams = Streams(x, streams.log_score, streams.token)
         n_earlier = 2 * used
         span.used[rows] = used + counts
     cache.n_tokens[rows] = held + batch.lengths
     return prediction_of(model, streams, batch.last if predict is None else predict, n_tokens)
+
+
+def run_fast(
+    config: ModelConfig,
+    blocks: Sequence[Any],
+    x: Float[Tensor, "M D"],
+    layout: Layout,
+    span: Span,
+    where: tuple[Int[Tensor, "M"], Int[Tensor, "M"]],
+    counts: tuple[Int[Tensor, "B"], Int[Tensor, "B"], Int[Tensor, "B"]],
+) -> Float[Tensor, "M D"]:
+    """On kernels. `counts`: the rows, how many slots each has used before, and its new streams."""
+    from thoughtbubbles.kernels.chunk import attend, blocks_of
+
+    table = blocks_of(*torch.stack(counts).tolist(), device=x.device)
+    cos, sin = (angle[0, 0].contiguous() for angle in layout.rotary)
+    key_bias = None if span.level is None else attenuation(span.log_score, config)[0]
+    value_gate, gate = (None if gate is None else gate[0] for gate in (layout.value_gate, layout.gate))
+
+    def attention(qkv: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(qkv, cos, sin, value_gate, key, value, key_bias, where, table)
+
+    return fast_blocks(blocks, x, span, gate, attention)
 
 
 def embed(model: Thoughtbubbles, ids: Int[Tensor, "T"]) -> Streams:
@@ -182,6 +212,9 @@ class Part(NamedTuple):
     mask: Float[Tensor, "1 1 _ _"] | None  # added to the logits; None: every slot is visible, none is attenuated
 
 
+View = Together | list[Part]
+
+
 def view_of(
     config: ModelConfig,
     span: Span,
@@ -189,7 +222,7 @@ def view_of(
     used: Int[Tensor, "B"],
     counts: Int[Tensor, "B"],
     place: Int[Tensor, "M"],
-) -> "Together | list[Part]":
+) -> View:
     """How the rows of a batch attend: together if that wastes little, as in most decoding steps; else one by one."""
     rows, before, new = batch.rows.tolist(), used.tolist(), counts.tolist()
     seen = [sum(each) for each in zip(before, new, strict=True)]
@@ -228,7 +261,7 @@ def packed_attention(
     key: Float[Tensor, "R N S H"],
     value: Float[Tensor, "R N S H"],
     where: tuple[Int[Tensor, "M"], Int[Tensor, "M"]],
-    view: "Together | list[Part]",
+    view: View,
 ) -> AttentionPath:
     """Caches the new keys and values, then each row attends over its own slots."""
 

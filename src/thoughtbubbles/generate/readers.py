@@ -1,10 +1,11 @@
 """How the engine reads tokens: into the KV cache, or without a cache, every text again for each of its tokens."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from itertools import accumulate
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
 
 from thoughtbubbles.generate.cache import new_cache
 from thoughtbubbles.generate.decode import Prediction, predict_uncached
@@ -17,6 +18,31 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 AT_FIRST = 1024  # initial capacity of the cache, in tokens per row
 
 
+class Reading(NamedTuple):
+    """What a step reads: tokens of some rows, packed, and which of them predict something that is asked for."""
+
+    ids: list[int]
+    rows: list[int]  # each at most once
+    lengths: list[int]  # tokens of each row
+    predict: list[int]  # packed tokens
+    longest: int  # no row then has more tokens than that
+
+    def part(self, chosen: Sequence[int]) -> tuple["Reading", list[int]]:
+        """Only these of its rows, and which of its predictions are theirs."""
+        begin = [0, *accumulate(self.lengths)]
+        tokens = [token for i in chosen for token in range(begin[i], begin[i + 1])]
+        place = {token: i for i, token in enumerate(tokens)}
+        asked = [i for i, token in enumerate(self.predict) if token in place]
+        own = Reading(
+            ids=[self.ids[token] for token in tokens],
+            rows=[self.rows[i] for i in chosen],
+            lengths=[self.lengths[i] for i in chosen],
+            predict=[place[self.predict[i]] for i in asked],
+            longest=self.longest,
+        )
+        return own, asked
+
+
 @runtime_checkable
 class Reader(Protocol):
     """A fixed number of rows, each with a text of its own."""
@@ -24,8 +50,8 @@ class Reader(Protocol):
     def open(self, row: int, budget: Number) -> None:
         """Empties a row."""
 
-    def read(self, ids: Sequence[int], batch: Batch, *, longest: int, predict: Tensor) -> Prediction:
-        """Adds packed tokens to their rows; returns what some of them predict. No row then has more than `longest`."""
+    def read(self, reading: Reading) -> Prediction:
+        """Adds the tokens to their rows, and returns what those that are asked for predict."""
 
 
 class Cached:
@@ -56,12 +82,14 @@ class Cached:
         """Lets an empty row begin with the first tokens of another one that has the same budget."""
         self.cache.copy_prefix(source, row, n_tokens)
 
-    def read(self, ids: Sequence[int], batch: Batch, *, longest: int, predict: Tensor) -> Prediction:
-        if longest > self.cache.capacity:
-            room = min(self.capacity, max(longest, 2 * self.cache.capacity))
+    def read(self, reading: Reading) -> Prediction:
+        if reading.longest > self.cache.capacity:
+            room = min(self.capacity, max(reading.longest, 2 * self.cache.capacity))
             self.cache = self.cache.grown(self.model.config, room, budget=self._budget)
         device = self.cache.n_tokens.device
-        return read(self.model, self.cache, torch.tensor(ids, device=device), batch, predict=predict)
+        batch = Batch.of(reading.rows, reading.lengths, device=device)
+        predict = torch.tensor(reading.predict, dtype=torch.int64, device=device)
+        return read(self.model, self.cache, torch.tensor(reading.ids, device=device), batch, predict=predict)
 
 
 class Uncached:
@@ -75,11 +103,11 @@ class Uncached:
     def open(self, row: int, budget: Number) -> None:
         self.ids[row], self.budgets[row] = [], budget
 
-    def read(self, ids: Sequence[int], batch: Batch, *, longest: int, predict: Tensor) -> Prediction:
-        rows = batch.rows.tolist()
-        for token, row in zip(ids, batch.row.tolist(), strict=True):
-            self.ids[rows[row]].append(token)
-        asked = [rows[row] for row in batch.row[predict].tolist()]
+    def read(self, reading: Reading) -> Prediction:
+        begin = [0, *accumulate(reading.lengths)]
+        for i, row in enumerate(reading.rows):
+            self.ids[row] += reading.ids[begin[i] : begin[i + 1]]
+        asked = [reading.rows[bisect_right(begin, token) - 1] for token in reading.predict]
         texts, lengths = padded([self.ids[row] for row in asked], device=self.model.embedding.weight.device)
         budget = [self.budgets[row] for row in asked]
         return predict_uncached(self.model, texts, lengths=lengths, budget=budget, budget_mode=self.budget_mode)

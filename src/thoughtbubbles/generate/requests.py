@@ -6,11 +6,10 @@ A row's text depends on its own request only, except for rounding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from thoughtbubbles.data.tokenizer import Tokenizer
-from thoughtbubbles.generate.engine import Engine, Event
-from thoughtbubbles.generate.graphed import Graphed, run
+from thoughtbubbles.generate.engine import Engine, Event, check_compiled
 from thoughtbubbles.generate.jobs import (
     ActiveRequest,
     Completion,
@@ -23,7 +22,6 @@ from thoughtbubbles.generate.jobs import (
     check,
     exact_method,
     find_method,
-    n_ids,
 )
 from thoughtbubbles.model.budget import Budget, brief
 from thoughtbubbles.model.config import BudgetMode, ModelConfig, is_whole
@@ -75,19 +73,14 @@ def generate(
     if not callable(finished):
         raise ValueError(f"finished = {brief(finished)}: give a function of a number and a Completion")
     is_cached = _check_options(model, method, budget_mode, compiled)
-    good, errors = _checked(model.config, requests, tokenizer, can_score=is_cached and not compiled)
+    good, errors = _checked(model.config, requests, tokenizer, can_score=is_cached)
     if on_error == "raise":
         _raise_first(errors)
     done = [Completion(finish="error" if error else None, error=error) for error in errors]
     if not good:
         return done
-    if compiled:
-        for token in _compiled(model, good, rows=batch_size, tokenizer=tokenizer):
-            done[token.request].add(token, with_text=tokenizer is not None)
-            if token.finish is not None:
-                finished(token.request, done[token.request])
-        return done
-    for handle, _ in _run(model, good, tokenizer=tokenizer, method=method, budget_mode=budget_mode, rows=batch_size):
+    options: dict[str, Any] = {"method": method, "budget_mode": budget_mode, "compiled": compiled}
+    for handle, _ in _run(model, good, tokenizer=tokenizer, rows=batch_size, **options):
         if handle.is_finished:  # this was its last event
             done[handle.number] = handle.completion
             finished(handle.number, handle.completion)
@@ -105,13 +98,12 @@ def stream(
 ) -> Iterator[Token]:
     """Yields the tokens of all requests as they are generated; a bad request raises ValueError here."""
     is_cached = _check_options(model, method, budget_mode, compiled)
-    jobs, errors = _checked(model.config, requests, tokenizer, can_score=is_cached and not compiled)
+    jobs, errors = _checked(model.config, requests, tokenizer, can_score=is_cached)
     _raise_first(errors)
     if not jobs:
         return iter(())
-    if compiled:
-        return _compiled(model, jobs, rows=len(jobs), tokenizer=tokenizer)
-    events = _run(model, jobs, tokenizer=tokenizer, method=method, budget_mode=budget_mode, rows=len(jobs))
+    options: dict[str, Any] = {"method": method, "budget_mode": budget_mode, "compiled": compiled}
+    events = _run(model, jobs, tokenizer=tokenizer, rows=len(jobs), **options)
     return (token for _, token in events if token is not None)
 
 
@@ -119,13 +111,8 @@ def _check_options(
     model: Thoughtbubbles, method: Method | None, budget_mode: BudgetMode | None, compiled: bool
 ) -> bool:
     """Whether there is a KV cache."""
-    if not isinstance(compiled, bool):
-        raise ValueError(f"compiled = {brief(compiled)}: give True or False")
     is_cached = find_method(model.config, method, budget_mode) == "cached"
-    if compiled and not is_cached:
-        raise ValueError("compiling needs the cache: without it every prefix would be a new shape to compile for")
-    if compiled and model.embedding.weight.device.type != "cuda":
-        raise ValueError("compiling needs a CUDA GPU: do not compile on other devices")
+    check_compiled(compiled, is_cached=is_cached, device=model.embedding.weight.device)
     return is_cached
 
 
@@ -134,9 +121,9 @@ def _run(
     jobs: Sequence[ActiveRequest],
     *,
     tokenizer: Tokenizer | None,
-    method: Method | None,
-    budget_mode: BudgetMode | None,
     rows: int,
+    compiled: bool,
+    **options: Any,
 ) -> Iterator[Event]:
     engine = Engine(
         model,
@@ -145,9 +132,9 @@ def _run(
         chunk=CHUNK,
         max_budget=Budget.of([job.budget for job in jobs]).largest,
         capacity=_longest(jobs),
-        method=method,
-        budget_mode=budget_mode,
-        grows=True,
+        grows=not compiled,
+        compiled=compiled,
+        **options,
     )
     engine.submit_jobs(jobs)
     return _events(engine)
@@ -158,14 +145,6 @@ def _events(engine: Engine) -> Iterator[Event]:
         if event.handle.exception is not None:
             raise event.handle.exception
         yield event
-
-
-def _compiled(
-    model: Thoughtbubbles, jobs: Sequence[ActiveRequest], *, rows: int, tokenizer: Tokenizer | None
-) -> Iterator[Token]:
-    rows = min(rows, len(jobs))
-    graphs = Graphed(model, rows=rows, capacity=_longest(jobs), budgets=[job.budget for job in jobs])
-    return run(graphs, jobs, rows=rows, n_ids=n_ids(model.config, tokenizer))
 
 
 def _longest(jobs: Sequence[ActiveRequest]) -> int:

@@ -116,17 +116,19 @@ class Picked(NamedTuple):
 def pick(
     logits: Float[Tensor, "B V"],
     rows: BatchSampling,
-    draw: Float[Tensor, "B"],
+    draw: Float[Tensor, "B"] | None,
     *,
     n_ids: int,
     seen: Bool[Tensor, "B V"] | None = None,
     n_top: int = 0,
 ) -> Picked:
-    """Draws the next token. `draw` is one number in [0, 1) per row; ids from `n_ids` on are never drawn."""
+    """Draws the next token. `draw` is one number in [0, 1) per row, None if all rows are greedy; ids from `n_ids` on
+    are never drawn."""
     log_probs = at_least_float32(logits).log_softmax(-1)
     allowed = processed(at_least_float32(logits), rows, n_ids=n_ids, seen=seen)
     chosen = allowed.argmax(-1, keepdim=True)
     if rows.sampled is not None:
+        assert draw is not None
         chosen[rows.sampled] = _drawn(allowed[rows.sampled], draw[rows.sampled])
     top_log_prob, top_id = log_probs[:, :n_ids].topk(n_top, dim=-1) if n_top else (log_probs[:, :0], chosen[:, :0])
     return Picked(chosen[:, 0], log_probs.gather(1, chosen)[:, 0], top_id, top_log_prob)
@@ -179,6 +181,31 @@ def _drawn(logits: Float[Tensor, "B V"], draw: Float[Tensor, "B"]) -> Int[Tensor
     total = running[:, -1:]
     aim = torch.minimum(draw[:, None].double() * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(running, aim, right=True).clamp(max=logits.shape[1] - 1)  # for NaN
+
+
+class Draws:
+    """The random numbers of a batch. While it stays the same, those of its next steps are sent to the device together:
+    each time some are sent, a GPU first finishes its work."""
+
+    MOST = 64  # steps
+
+    def __init__(self, device: torch.device | str):
+        self._device = device
+        self._next: list[tuple[int, int]] = []
+        self._table: Float[Tensor, "B n"] = torch.zeros(0, 0)
+        self._used = 0
+
+    def __call__(self, rows: Sequence[tuple[int, int]]) -> Float[Tensor, "B"]:
+        """One number for each row: `rows` has their seeds and the indices of their new tokens."""
+        goes_on = rows == self._next
+        if not goes_on or self._used == self._table.shape[1]:
+            n = min(2 * self._table.shape[1], self.MOST) if goes_on else 1
+            numbers = [[uniform(seed, index + i) for i in range(n)] for seed, index in rows]
+            self._table = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+            self._used = 0
+        self._used += 1
+        self._next = [(seed, index + 1) for seed, index in rows]
+        return self._table[:, self._used - 1]
 
 
 def uniform(seed: int, index: int) -> float:

@@ -61,6 +61,7 @@ class Scheduler(Generic[W]):
     """Its methods are called by one thread; `add`, `cancel` and `counts` by any.
 
     waiting  how many requests may wait besides those that find a free row; None: any number
+    gather   for how many steps of others prompts may wait until there is a whole chunk of them
     copy     `copy(source, row, n_tokens)` lets a row begin with the first tokens of another one
     """
 
@@ -70,8 +71,10 @@ class Scheduler(Generic[W]):
         rows: int,
         chunk: int,
         waiting: int | None = None,
+        gather: int = 0,
         copy: Callable[[int, int, int], object] | None = None,
     ):
+        self.gather, self._gathered = gather, 0
         self.rows, self.chunk, self.most_waiting = rows, chunk, waiting
         self.live: list[W] = []  # in the order of arrival
         self.n_shared = 0
@@ -136,7 +139,11 @@ class Scheduler(Generic[W]):
     def plan(self) -> list[tuple[W, int]]:
         """Who is read in this step, and how many tokens: all that generate, and prompts while they fit in a chunk."""
         plan = [(work, 1) for work in self.live if work.next is not None]
-        room = self.chunk
+        left = sum(len(work.prompt) - work.n_read for work in self._reading)
+        if plan and 0 < left < self.chunk and self._gathered < self.gather:
+            self._gathered += 1
+            return plan
+        self._gathered, room = 0, self.chunk
         for work in self._reading:
             self._share(work)
             n = min(self.chunk - work.n_read % self.chunk, len(work.prompt) - work.n_read)

@@ -13,6 +13,7 @@ happens in the same places.
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,17 +24,25 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FEW_ROWS = 32  # up to here an extra row costs almost nothing; beyond, the library's matrix products are as fast
-ROWS_OF_W, CHANNELS = 32, 256  # the tile of weights that a program holds at a time; narrower if the width requires it
-SLOTS = 64  # cached streams that a program of `attend` reads at a time
-PROGRAMS = 272  # of `attend`, two per multiprocessor; but at least 4 per head, so that its slots are read faster
+CHANNELS = 256  # of a tile of weights; fewer if the width requires it
+SLOTS, WARPS, STAGES = 64, 4, 3  # cached streams that a program of `attend` reads at a time, and how it loads them
+PROGRAMS = 272  # of `attend`, two per multiprocessor, if there are fewer heads than that
 NOTHING = tl.constexpr(-1.0e30)  # a masked logit: its weight is exactly 0
+
+
+@triton.jit
+def _prefetch(address):  # type: ignore[no-untyped-def]
+    """Asks for these lines to be brought into the L2 cache, and does not wait for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
 def _linear(  # type: ignore[no-untyped-def]
     x, w, b, y, M, N, K,
     PART: tl.constexpr, PARTIAL: tl.constexpr, GELU: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """w · xᵀ rather than x · wᵀ, so that the long side of the product is that of the weights."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -41,6 +50,9 @@ def _linear(  # type: ignore[no-untyped-def]
     m = tl.arange(0, BM)
     k = tl.arange(0, BK)
     if AHEAD:
+        # A quarter of its weights, by lines of 128 bytes; more would come in the way of the kernel before.
+        line = tl.arange(0, LINES)
+        _prefetch(w + n[:, None] * K + (first + line * 64)[None, :])
         gdc_wait()
         gdc_launch_dependents()
     product = tl.zeros((BN, BM), tl.float32)
@@ -67,13 +79,17 @@ def _add_norm(  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     d = tl.arange(0, BD)
     inside = d < D
+    # Parameters do not depend on the kernel before.
+    scaled_by = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
+    shifted_by = tl.load(shift + d, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        update = tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
     if AHEAD:
         gdc_wait()
         gdc_launch_dependents()
     stream = tl.load(x + row * D + d, mask=inside, other=0.0).to(tl.float32)
     dtype: tl.constexpr = x.dtype.element_ty
     if PARTS > 0:
-        update = tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
         for part in tl.static_range(PARTS):
             update += tl.load(parts + (part * M + row) * D + d, mask=inside, other=0.0)
         update = update.to(dtype).to(tl.float32)
@@ -85,129 +101,130 @@ def _add_norm(  # type: ignore[no-untyped-def]
     mean = tl.sum(stream, 0) / D
     centred = tl.where(inside, stream - mean, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 0) / D + eps)
-    normed = centred * scale * tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
-    normed += tl.load(shift + d, mask=inside, other=0.0).to(tl.float32)
-    tl.store(h + row * D + d, normed.to(dtype), mask=inside)
+    tl.store(h + row * D + d, (centred * scale * scaled_by + shifted_by).to(dtype), mask=inside)
+
+
+@triton.jit
+def _rotated(x, row, h, c, t, real, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A vector of each row of x, rotated: the channel half a head away is its partner."""
+    half: tl.constexpr = H // 2
+    own = tl.load(x + row[:, None] + h[None, :], mask=real[:, None], other=0.0).to(tl.float32)
+    partner = tl.load(x + row[:, None] + ((h + half) % H)[None, :], mask=real[:, None], other=0.0).to(tl.float32)
+    return own * c + partner * t
+
+
+@triton.jit
+def _add(logits, values, most, total, summed):  # type: ignore[no-untyped-def]
+    """A softmax so far (its largest logit, the sum of its weights, and of its weighted values), and more of it."""
+    highest = tl.maximum(most, tl.max(logits, 1))
+    weights = tl.exp(logits - highest[:, None])
+    fade = tl.exp(most - highest)
+    summed = tl.dot(weights.to(values.dtype), values, summed * fade[:, None])
+    return highest, total * fade + tl.sum(weights, 1), summed
 
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    qkv, cos, sin, value_score, key, value, key_bias, place, used, out, stats, scale,
-    N: tl.constexpr, W, S, BIAS: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr,
-    PARTS: tl.constexpr, TURNS: tl.constexpr, BW: tl.constexpr, BS: tl.constexpr, AHEAD: tl.constexpr,
+    qkv, cos, sin, value_score, key, value, key_bias, first, count, used, out, stats, arrived, heads, scale, M, S,
+    N: tl.constexpr, ROOM: tl.constexpr, BIAS: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr,
+    PARTS: tl.constexpr, ONCE: tl.constexpr, BW: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row over one part of the cached slots; the last part is the new streams themselves."""
+    """One head of one row over one part of the cached slots; the last part has the new streams too.
+
+    The part that ends last joins all of them.
+    """
     bn, part = tl.program_id(0), tl.program_id(1)
     b, head = bn // N, bn % N
     half: tl.constexpr = H // 2
     dtype: tl.constexpr = key.dtype.element_ty
-    w, h, s = tl.arange(0, BW), tl.arange(0, half), tl.arange(0, BS)
-    kept = tl.load(used + b)
-    per_part = tl.cdiv(tl.cdiv(kept, BS), PARTS) * BS
-    end = tl.minimum((part + 1) * per_part, kept)
-    base = bn.to(tl.int64) * S * H
-    slot = part * per_part + s
-    here = slot < end  # always False in the last part, which begins after all cached slots
-    at = base + slot[:, None] * H + h[None, :]
-    if TURNS == 1:  # the cached keys and values do not depend on the previous kernel
-        k_left = tl.load(key + at, mask=here[:, None], other=0.0)
-        k_right = tl.load(key + at + half, mask=here[:, None], other=0.0)
-        v_left = tl.load(value + at, mask=here[:, None], other=0.0)
-        v_right = tl.load(value + at + half, mask=here[:, None], other=0.0)
+    w, h, s = tl.arange(0, BW), tl.arange(0, H), tl.arange(0, BS)
+    n, begin_of_row = tl.load(count + b).to(tl.int32), tl.load(first + b).to(tl.int32)
+    kept = tl.load(used + b).to(tl.int32)
+    seen = tl.where(n > 0, kept, 0)
+    per_part = tl.cdiv(tl.cdiv(seen, BS), PARTS) * BS
+    begin = part * per_part
+    end = tl.minimum(begin + per_part, seen)
+    key += bn.to(tl.int64) * S * H
+    value += bn.to(tl.int64) * S * H
+    slot = begin + s
+    here = slot < end
+    at = slot[:, None] * H + h[None, :]
+    if ONCE:  # the cached keys and values do not depend on the kernel before
+        keys = tl.load(key + at, mask=here[:, None], other=0.0)
+        values = tl.load(value + at, mask=here[:, None], other=0.0)
     if AHEAD:
         gdc_wait()
         gdc_launch_dependents()
-    # The rotated queries
-    real = w < W
-    row = (b * W + w) * 3 * N * H + head * H
-    angle = (b * W + w)[:, None] * half + h[None, :]
+    stream = begin_of_row + w
+    real = (w < n) & (stream < M)
+    row = stream * 3 * N * H + head * H
+    angle = stream[:, None] * half + (h % half)[None, :]
     c = tl.load(cos + angle, mask=real[:, None], other=1.0)
     t = tl.load(sin + angle, mask=real[:, None], other=0.0)
-    left = tl.load(qkv + row[:, None] + h[None, :], mask=real[:, None], other=0.0).to(tl.float32)
-    right = tl.load(qkv + row[:, None] + half + h[None, :], mask=real[:, None], other=0.0).to(tl.float32)
-    q_left, q_right = (left * c - right * t).to(dtype), (right * c + left * t).to(dtype)
+    t = tl.where((h < half)[None, :], -t, t)
+    q = _rotated(qkv, row, h, c, t, real, H).to(dtype)
 
     most = tl.full((BW,), NOTHING, tl.float32)
     total = tl.zeros((BW,), tl.float32)
-    sum_left, sum_right = tl.zeros((BW, half), tl.float32), tl.zeros((BW, half), tl.float32)
-    if part < PARTS:
-        for _ in range(TURNS):  # enough for a full cache; nothing is loaded past the end
-            if TURNS > 1:
-                k_left = tl.load(key + at, mask=here[:, None], other=0.0)
-                k_right = tl.load(key + at + half, mask=here[:, None], other=0.0)
-                v_left = tl.load(value + at, mask=here[:, None], other=0.0)
-                v_right = tl.load(value + at + half, mask=here[:, None], other=0.0)
-            logits = tl.dot(q_left, tl.trans(k_left))
-            logits = tl.dot(q_right, tl.trans(k_right), logits) * scale
-            if BIAS:
-                logits += tl.load(key_bias + b * S + slot, mask=here, other=0.0)[None, :]
-            logits = tl.where(here[None, :], logits, NOTHING)
-            highest = tl.maximum(most, tl.max(logits, 1))
-            weights = tl.exp(logits - highest[:, None])
-            fade = tl.exp(most - highest)
-            total = total * fade + tl.sum(weights, 1)
-            weights = weights.to(dtype)
-            sum_left = tl.dot(weights, v_left, sum_left * fade[:, None])
-            sum_right = tl.dot(weights, v_right, sum_right * fade[:, None])
-            most = highest
-            slot += BS
-            here = slot < end
-            at += BS * H
+    summed = tl.zeros((BW, H), tl.float32)
+    if ONCE:
+        bias = tl.load(key_bias + b * S + slot, mask=here, other=0.0) if BIAS else 0.0 * slot
+        logits = tl.where(here[None, :], tl.dot(q, tl.trans(keys)) * scale + bias[None, :], NOTHING)
+        most, total, summed = _add(logits, values, most, total, summed)
     else:
-        from_k = qkv + row[:, None] + N * H + h[None, :]
-        left = tl.load(from_k, mask=real[:, None], other=0.0).to(tl.float32)
-        right = tl.load(from_k + half, mask=real[:, None], other=0.0).to(tl.float32)
-        new_k_left, new_k_right = (left * c - right * t).to(dtype), (right * c + left * t).to(dtype)
-        new_v_left = tl.load(from_k + N * H, mask=real[:, None], other=0.0)
-        new_v_right = tl.load(from_k + N * H + half, mask=real[:, None], other=0.0)
+        for start in tl.range(begin, end, BS, num_stages=STAGES):
+            slot = start + s
+            here = slot < end
+            at = slot[:, None] * H + h[None, :]
+            keys = tl.load(key + at, mask=here[:, None], other=0.0)
+            bias = tl.load(key_bias + b * S + slot, mask=here, other=0.0) if BIAS else 0.0 * slot
+            logits = tl.where(here[None, :], tl.dot(q, tl.trans(keys)) * scale + bias[None, :], NOTHING)
+            values = tl.load(value + at, mask=here[:, None], other=0.0)
+            most, total, summed = _add(logits, values, most, total, summed)
+    if part == PARTS - 1:
+        new_k = _rotated(qkv + N * H, row, h, c, t, real, H).to(dtype)
+        new_v = tl.load(qkv + 2 * N * H + row[:, None] + h[None, :], mask=real[:, None], other=0.0)
         if VALUE:
-            by = tl.load(value_score + b * W + w, mask=real, other=0.0)[:, None]
-            new_v_left = (new_v_left.to(tl.float32) * by).to(dtype)
-            new_v_right = (new_v_right.to(tl.float32) * by).to(dtype)
-        into = base + tl.load(place + b * W + w, mask=real, other=0)[:, None] * H + h[None, :]
-        tl.store(key + into, new_k_left, mask=real[:, None])
-        tl.store(key + into + half, new_k_right, mask=real[:, None])
-        tl.store(value + into, new_v_left, mask=real[:, None])
-        tl.store(value + into + half, new_v_right, mask=real[:, None])
-        logits = tl.dot(q_left, tl.trans(new_k_left))
-        logits = tl.dot(q_right, tl.trans(new_k_right), logits) * scale
-        if BIAS:
-            new_bias = tl.load(key_bias + b * S + kept + w, mask=real & (kept + w < S), other=0.0)
-            logits += new_bias[None, :]
-        logits = tl.where((w[None, :] <= w[:, None]) & real[None, :], logits, NOTHING)
-        most = tl.max(logits, 1)
-        weights = tl.exp(logits - most[:, None])
-        total = tl.sum(weights, 1)
-        weights = weights.to(dtype)
-        sum_left = tl.dot(weights, new_v_left)
-        sum_right = tl.dot(weights, new_v_right)
-    entry = (bn * (PARTS + 1) + part) * W + w
-    tl.store(out + entry[:, None] * H + h[None, :], sum_left, mask=real[:, None])
-    tl.store(out + entry[:, None] * H + half + h[None, :], sum_right, mask=real[:, None])
-    tl.store(stats + entry * 2, most, mask=real)
-    tl.store(stats + entry * 2 + 1, total, mask=real)
-
-
-@triton.jit
-def _join(  # type: ignore[no-untyped-def]
-    out, stats, heads, W,
-    N: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """Combines the parts of `_attend`."""
-    bn, w = tl.program_id(0), tl.program_id(1)
-    part, h = tl.arange(0, BP), tl.arange(0, H)
-    if AHEAD:
-        gdc_wait()
-        gdc_launch_dependents()
-    real = part <= PARTS
-    entry = (bn * (PARTS + 1) + part) * W + w
-    most = tl.load(stats + entry * 2, mask=real, other=NOTHING)
-    weight = tl.exp(most - tl.max(most, 0))
-    total = tl.sum(tl.load(stats + entry * 2 + 1, mask=real, other=0.0) * weight, 0)
-    every = tl.load(out + entry[:, None] * H + h[None, :], mask=real[:, None], other=0.0)
-    joined = tl.sum(every * weight[:, None], 0) / total
-    into = heads + ((bn // N) * W + w) * N * H + (bn % N) * H
-    tl.store(into + h, joined.to(heads.dtype.element_ty))
+            by = tl.load(value_score + stream, mask=real, other=0.0)[:, None]
+            new_v = (new_v.to(tl.float32) * by).to(dtype)
+        into = (kept + w)[:, None] * H + h[None, :]
+        tl.store(key + into, new_k, mask=real[:, None])
+        tl.store(value + into, new_v, mask=real[:, None])
+        new_bias = tl.load(key_bias + b * S + kept + w, mask=real, other=0.0) if BIAS else 0.0 * w
+        new_logits = tl.dot(q, tl.trans(new_k)) * scale + new_bias[None, :]
+        new_logits = tl.where((w[None, :] <= w[:, None]) & real[None, :], new_logits, NOTHING)
+        most, total, summed = _add(new_logits, new_v, most, total, summed)
+    written = (w < tl.maximum(n, ROOM)) & (stream < M)
+    into = heads + stream[:, None] * N * H + head * H + h[None, :]
+    if PARTS == 1:
+        summed = summed / total[:, None]
+        tl.store(into, summed.to(heads.dtype.element_ty), mask=written[:, None])
+    else:
+        entry = (stream * N + head) * PARTS
+        tl.store(out + (entry + part)[:, None] * H + h[None, :], summed, mask=written[:, None])
+        tl.store(stats + (entry + part) * 2, most, mask=written)
+        tl.store(stats + (entry + part) * 2 + 1, total, mask=written)
+        tl.debug_barrier()  # all threads have written before the program counts as arrived
+        if tl.atomic_add(arrived + bn, 1, sem="acq_rel") == PARTS - 1:
+            tl.store(arrived + bn, 0)
+            most = tl.full((BW,), NOTHING, tl.float32)
+            total = tl.zeros((BW,), tl.float32)
+            summed = tl.zeros((BW, H), tl.float32)
+            for each in tl.static_range(PARTS):
+                theirs = tl.load(stats + (entry + each) * 2, mask=written, other=0.0, cache_modifier=".cg")
+                parts = tl.load(stats + (entry + each) * 2 + 1, mask=written, other=1.0, cache_modifier=".cg")
+                sums = tl.load(
+                    out + (entry + each)[:, None] * H + h[None, :], mask=written[:, None], other=0.0,
+                    cache_modifier=".cg",
+                )  # fmt: skip
+                highest = tl.maximum(most, theirs)
+                fade, weight = tl.exp(most - highest), tl.exp(theirs - highest)
+                total = total * fade + parts * weight
+                summed = summed * fade[:, None] + sums * weight[:, None]
+                most = highest
+            summed = summed / total[:, None]
+            tl.store(into, summed.to(heads.dtype.element_ty), mask=written[:, None])
 
 
 @cache
@@ -220,6 +237,19 @@ def _launching(device: torch.device) -> dict[str, bool]:
 def _channels(k: int) -> int:
     """Of a tile, such that whole tiles cover k channels: the largest power of two that divides k, up to CHANNELS."""
     return math.gcd(k, CHANNELS)
+
+
+class Tile(NamedTuple):
+    """How `_linear` is cut up: rows of the weights and channels that a program holds at a time, and how it loads."""
+
+    rows: int
+    channels: int
+    warps: int
+    stages: int
+
+
+def tile_for(m: int) -> Tile:
+    return Tile(32, 256, 2, 6) if m <= 8 else Tile(64, 128, 4, 5)
 
 
 def linear(
@@ -245,12 +275,13 @@ def partial_linear(x: Float[Tensor, "M K"], weight: Float[Tensor, "N K"]) -> Flo
 
 
 def _launch_linear(x: Tensor, w: Tensor, b: Tensor, y: Tensor, *, parts: int, partial: bool, gelu: bool) -> None:
-    (m, k), n = x.shape, w.shape[0]
-    _linear[n // ROWS_OF_W, parts](
+    (m, k), n, tile = x.shape, w.shape[0], tile_for(x.shape[0])
+    _linear[n // tile.rows, parts](
         x, w, b, y, m, n, k,
         PART=k // parts, PARTIAL=partial, GELU=gelu,
-        BM=max(8, triton.next_power_of_2(m)), BN=ROWS_OF_W, BK=_channels(k),
-        num_warps=2, num_stages=6 if m <= 8 else 4, **_launching(x.device),
+        BM=max(8, triton.next_power_of_2(m)), BN=tile.rows, BK=math.gcd(k // parts, tile.channels),
+        LINES=1 << max(0, (k // parts // 256).bit_length() - 1),
+        num_warps=tile.warps, num_stages=tile.stages, **_launching(x.device),
     )  # fmt: skip
 
 
@@ -273,33 +304,42 @@ def add_norm(
     return after, h
 
 
+class Rows(NamedTuple):
+    """Which of the M streams belong to each row of the cache, and how many slots the row has used before."""
+
+    first: Int[Tensor, "B"]
+    n: Int[Tensor, "B"]
+    used: Int[Tensor, "B"]
+    most: int  # streams of a row
+    has_gaps: bool  # every row has room for `most` streams; without gaps, the next row's follow directly
+    arrived: Int[Tensor, "B*N"]  # zeros, and zeros again after each call
+
+
 def attend(
     qkv: Float[Tensor, "M 3D"],
-    cos: Float[Tensor, "B 1 W H/2"],
-    sin: Float[Tensor, "B 1 W H/2"],
-    value_score: Float[Tensor, "B W"] | None,
+    cos: Float[Tensor, "M H/2"],
+    sin: Float[Tensor, "M H/2"],
+    value_score: Float[Tensor, "M"] | None,
     key: Float[Tensor, "B N S H"],
     value: Float[Tensor, "B N S H"],
     key_bias: Float[Tensor, "B S"] | None,
-    place: Int[Tensor, "B W"],
-    used: Int[Tensor, "B"],
+    rows: Rows,
 ) -> Float[Tensor, "M D"]:
-    """Causal attention of the new streams over all cached streams and over each other."""
-    batch, heads, slots, size = key.shape
-    width, options = place.shape[1], _launching(key.device)
-    parts = min(triton.cdiv(slots, SLOTS), max(4, PROGRAMS // (batch * heads)))
-    out = torch.empty(batch * heads, parts + 1, width, size, dtype=torch.float32, device=key.device)
-    stats = torch.empty(batch * heads, parts + 1, width, 2, dtype=torch.float32, device=key.device)
-    _attend[batch * heads, parts + 1](
+    """Causal attention of the new streams over all cached streams of their row and over each other.
+
+    With gaps, the streams in them get something finite; without, streams past the last row's are not written.
+    """
+    (batch, heads, slots, size), m = key.shape, qkv.shape[0]
+    parts = max(1, min(triton.cdiv(slots, SLOTS), PROGRAMS // (batch * heads)))
+    out = torch.empty(m * heads, parts, size, dtype=torch.float32, device=key.device)
+    stats = torch.empty(m * heads, parts, 2, dtype=torch.float32, device=key.device)
+    joined = torch.empty(m, heads * size, dtype=qkv.dtype, device=qkv.device)
+    _attend[batch * heads, parts](
         qkv, cos, sin, cos if value_score is None else value_score, key, value,
-        cos if key_bias is None else key_bias, place, used, out, stats, 1 / math.sqrt(size),
-        N=heads, W=width, S=slots, BIAS=key_bias is not None, VALUE=value_score is not None, H=size,
-        PARTS=parts, TURNS=triton.cdiv(triton.cdiv(slots, SLOTS), parts),
-        BW=max(16, triton.next_power_of_2(width)), BS=SLOTS, num_warps=4, num_stages=2, **options,
-    )  # fmt: skip
-    joined = torch.empty(batch * width, heads * size, dtype=qkv.dtype, device=qkv.device)
-    _join[batch * heads, width](
-        out, stats, joined, width,
-        N=heads, H=size, PARTS=parts, BP=triton.next_power_of_2(parts + 1), num_warps=2, **options,
+        cos if key_bias is None else key_bias, rows.first, rows.n, rows.used, out, stats, rows.arrived, joined,
+        1 / math.sqrt(size), m, slots,
+        N=heads, ROOM=rows.most if rows.has_gaps else 0, BIAS=key_bias is not None, VALUE=value_score is not None,
+        H=size, PARTS=parts, ONCE=parts * SLOTS >= slots, BW=max(16, triton.next_power_of_2(rows.most)), BS=SLOTS,
+        STAGES=STAGES, num_warps=WARPS, **_launching(key.device),
     )  # fmt: skip
     return joined

@@ -43,6 +43,7 @@ class Capacity:
     waiting: int | None = None
     max_budget: Number | None = None
     timeout: int | float = inf
+    compiled: bool = False
 
 
 def create_app(
@@ -98,12 +99,15 @@ def _worker(served: Served, capacity: Capacity | None) -> Worker:
     limits = capacity or Capacity(max_budget=served.model.config.max_bubble)
 
     def build() -> Engine:
-        return Engine(
+        engine = Engine(
             served.model,
             tokenizer=served.tokenizer,
             rows=limits.rows,
             waiting=limits.waiting,
             max_budget=limits.max_budget,
+            compiled=limits.compiled,
         )
+        engine.warm_up()
+        return engine
 
     return Worker(build, timeout=limits.timeout)

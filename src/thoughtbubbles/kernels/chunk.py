@@ -1,0 +1,127 @@
+"""Attention of chunks of several rows over a KV cache: first their own keys and values are stored there.
+
+Then every program has one head of a block of streams of a row, and attends over the slots of that row up to theirs.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from thoughtbubbles.kernels.launch import on_its_device
+
+BLOCK, SLOTS = 64, 64  # streams of a program, and cached streams that it reads at a time
+STORED = 16  # streams of a program that stores
+NOTHING = tl.constexpr(-1.0e30)  # a masked logit: its weight is exactly 0
+
+
+@triton.jit
+def _store(  # type: ignore[no-untyped-def]
+    qkv, cos, sin, value_gate, key, value, row, slot, q, M, S,
+    N: tl.constexpr, GATE: tl.constexpr, H: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """Rotates queries and keys of one head, and stores keys and attenuated values in their slots."""
+    head, half = tl.program_id(1), H // 2
+    stream, h = tl.program_id(0) * BW + tl.arange(0, BW), tl.arange(0, H)
+    real = (stream < M)[:, None]
+    angle = stream[:, None] * half + (h % half)[None, :]
+    c = tl.load(cos + angle, mask=real, other=1.0)
+    t = tl.load(sin + angle, mask=real, other=0.0) * tl.where(h < half, -1.0, 1.0)[None, :]
+    own = qkv + (stream * 3 * N + head)[:, None] * H + h[None, :]
+    partner = qkv + (stream * 3 * N + head)[:, None] * H + ((h + half) % H)[None, :]
+    queries = tl.load(own, mask=real, other=0.0).to(tl.float32) * c
+    queries += tl.load(partner, mask=real, other=0.0).to(tl.float32) * t
+    tl.store(q + (stream * N + head)[:, None] * H + h[None, :], queries.to(q.dtype.element_ty), mask=real)
+    keys = tl.load(own + N * H, mask=real, other=0.0).to(tl.float32) * c
+    keys += tl.load(partner + N * H, mask=real, other=0.0).to(tl.float32) * t
+    values = tl.load(own + 2 * N * H, mask=real, other=0.0)
+    if GATE:
+        values = values.to(tl.float32) * tl.load(value_gate + stream, mask=stream < M, other=0.0)[:, None]
+    of_row = (tl.load(row + stream, mask=stream < M, other=0).to(tl.int64) * N + head) * S
+    into = (of_row + tl.load(slot + stream, mask=stream < M, other=0))[:, None] * H + h[None, :]
+    tl.store(key + into, keys.to(key.dtype.element_ty), mask=real)
+    tl.store(value + into, values.to(value.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    q, key, value, key_bias, blocks, out, scale, S,
+    N: tl.constexpr, BIAS: tl.constexpr, H: tl.constexpr, BW: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    blocks += tl.program_id(0) * 4
+    row, first, n, slot_of_first = tl.load(blocks), tl.load(blocks + 1), tl.load(blocks + 2), tl.load(blocks + 3)
+    dtype: tl.constexpr = key.dtype.element_ty
+    w, h, s = tl.arange(0, BW), tl.arange(0, H), tl.arange(0, BS)
+    key += (row * N + head).to(tl.int64) * S * H
+    value += (row * N + head).to(tl.int64) * S * H
+    stream, real = first + w, w < n
+    here = (stream * N + head)[:, None] * H + h[None, :]
+    queries = tl.load(q + here, mask=real[:, None], other=0.0)
+    own = slot_of_first + w
+    end = slot_of_first + n
+    most = tl.full((BW,), NOTHING, tl.float32)
+    total = tl.zeros((BW,), tl.float32)
+    summed = tl.zeros((BW, H), tl.float32)
+    for start in tl.range(0, end, BS, num_stages=STAGES):
+        slot = start + s
+        there = slot < end
+        at = slot[:, None] * H + h[None, :]
+        keys = tl.load(key + at, mask=there[:, None], other=0.0)
+        logits = tl.dot(queries, tl.trans(keys)) * scale
+        if BIAS:
+            logits += tl.load(key_bias + row * S + slot, mask=there, other=0.0)[None, :]
+        logits = tl.where(slot[None, :] <= own[:, None], logits, NOTHING)
+        highest = tl.maximum(most, tl.max(logits, 1))
+        weights = tl.exp(logits - highest[:, None])
+        fade = tl.exp(most - highest)
+        total = total * fade + tl.sum(weights, 1)
+        values = tl.load(value + at, mask=there[:, None], other=0.0)
+        summed = tl.dot(weights.to(dtype), values, summed * fade[:, None])
+        most = highest
+    tl.store(out + here, (summed / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+
+
+def blocks_of(
+    rows: Sequence[int], used: Sequence[int], counts: Sequence[int], *, device: torch.device | str
+) -> Int[Tensor, "n 4"]:
+    """Row, first packed stream, number of streams and first slot of each block."""
+
+    def found() -> Iterator[tuple[int, int, int, int]]:
+        first = 0
+        for row, before, count in zip(rows, used, counts, strict=True):
+            for begin in range(0, count, BLOCK):
+                yield row, first + begin, min(BLOCK, count - begin), before + begin
+            first += count
+
+    return torch.tensor(list(found()), dtype=torch.int32, device=device)
+
+
+@on_its_device
+def attend(
+    qkv: Float[Tensor, "M 3D"],
+    cos: Float[Tensor, "M H/2"],
+    sin: Float[Tensor, "M H/2"],
+    value_gate: Float[Tensor, "M"] | None,
+    key: Float[Tensor, "R N S H"],
+    value: Float[Tensor, "R N S H"],
+    key_bias: Float[Tensor, "R S"] | None,
+    where: tuple[Int[Tensor, "M"], Int[Tensor, "M"]],
+    blocks: Int[Tensor, "n 4"],
+) -> Float[Tensor, "M D"]:
+    """Stores keys and values in the rows and slots `where`, then attends."""
+    (_, heads, slots, size), m = key.shape, qkv.shape[0]
+    q, out = (torch.empty(m, heads * size, dtype=qkv.dtype, device=qkv.device) for _ in range(2))
+    _store[triton.cdiv(m, STORED), heads](
+        qkv, cos, sin, cos if value_gate is None else value_gate, key, value, *where, q, m, slots,
+        N=heads, GATE=value_gate is not None, H=size, BW=STORED, num_warps=4,
+    )  # fmt: skip
+    _attend[blocks.shape[0], heads](
+        q, key, value, cos if key_bias is None else key_bias, blocks, out, 1 / math.sqrt(size), slots,
+        N=heads, BIAS=key_bias is not None, H=size, BW=BLOCK, BS=SLOTS, STAGES=3, num_warps=4,
+    )  # fmt: skip
+    return out
