@@ -12,7 +12,6 @@ from torch import Tensor
 from thoughtbubbles.generate.cache import cache_memory, new_cache
 from thoughtbubbles.generate.decode import decode_step, prefill
 from thoughtbubbles.generate.graph import GraphStep
-from thoughtbubbles.generate.graphed import most_streams
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -70,7 +69,7 @@ def started(model: Thoughtbubbles, ids: Tensor) -> tuple[GraphStep, dict[str, An
         "allocated_bytes": found,  # the allocator rounds each tensor up to 512 bytes
     }
     begin = time.perf_counter()
-    step = GraphStep(model, cache, most=most_streams(budget, PROMPT + NEW))
+    step = GraphStep(model, cache, budget=budget)
     memory["packed_streams"] = step.size_for(streams_of(model, rows))
     step.captured(memory["packed_streams"])
     memory["seconds_to_compile_and_capture"] = time.perf_counter() - begin

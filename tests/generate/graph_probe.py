@@ -14,6 +14,7 @@ from thoughtbubbles.generate.decode import Parts, advance, decode_step, enter, n
 from thoughtbubbles.generate.graph import GraphStep
 from thoughtbubbles.generate.requests import Request, generate, stream
 from thoughtbubbles.generate.sample import Sampling
+from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 
@@ -50,12 +51,12 @@ def graph() -> dict[str, Any]:
             ids = torch.randint(50000, (rows, 96), generator=torch.Generator().manual_seed(1)).cuda()
             lengths = [80 - 7 * row for row in range(rows)]
             fast, plain = (prefill(model, ids[:, :80], lengths=lengths, capacity=128)[1] for _ in range(2))
-            step = GraphStep(model, fast, most=8)
+            step = GraphStep(model, fast, budget=Budget.of(2))
             step.active.fill_(True)
             errors, same = [], []
             for t in range(80, 90):
                 step.ids.copy_(ids[:, t])
-                found, (expected, plain) = step(), decode_step(model, plain, ids[:, t])
+                found, (expected, plain) = step(2 * rows), decode_step(model, plain, ids[:, t])
                 alike = found.streams == expected.streams
                 same.append(alike.double().mean())
                 errors.append((found.logits - expected.logits)[alike].norm() / expected.logits[alike].norm())

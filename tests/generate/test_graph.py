@@ -13,7 +13,7 @@ import torch
 
 from helpers import BFLOAT16, SAME_FUNCTION_FLOAT32, SAME_ROW, lively_model, random_ids, small_config
 from thoughtbubbles.generate.decode import advance, decode_step, prefill
-from thoughtbubbles.generate.graph import widths_within
+from thoughtbubbles.generate.graph import packed_sizes, widths_within
 
 TESTS = Path(__file__).parents[1]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -33,6 +33,20 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 )
 def test_widths_are_powers_of_two_within_the_budget(changes, most, expected):
     assert widths_within(small_config(**changes), most) == expected
+
+
+@pytest.mark.parametrize(
+    ("mean", "largest", "expected"),
+    [
+        (2, 8, [8]),
+        (64, 256, [48, 80, 160, 256]),
+        (256, 1024, [48, 80, 160, 320, 640, 1024]),
+        (128, 128, [48, 80, 128]),
+        (1, 32, [32]),
+    ],
+)
+def test_graphs_have_room_for_all_rows_or_for_half_of_them_and_so_on(mean, largest, expected):
+    assert packed_sizes(mean, largest) == expected
 
 
 @pytest.mark.parametrize("forks", [(1, 2, 3), (0, 2), ()])
@@ -118,5 +132,5 @@ def test_compiled_generation_is_generation():
     assert found["again_the_same"]
     assert found["lengths"] == found["asked"]
     assert found["with_other_streams"] < 0.2  # in bfloat16 a decision now and then falls on the other side
-    assert found["log_prob"] < 3 * BFLOAT16  # of tokens before the first such decision
+    assert found["log_prob"] < 10 * BFLOAT16  # of tokens before the first such decision
     assert found["streamed"] == "length"

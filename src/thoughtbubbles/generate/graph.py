@@ -24,6 +24,7 @@ from torch import Tensor
 from thoughtbubbles.generate.cache import Cache, Span
 from thoughtbubbles.generate.decode import Likeliest, Parts, Prediction, View, advance, enter, next_logits, run_blocks
 from thoughtbubbles.generate.fast_blocks import fast_blocks, has_kernels
+from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.layout import Layout
 from thoughtbubbles.model.rope import Rotary
@@ -137,20 +138,22 @@ class GraphStep:
     The returned tensors are the graph's own, and the next call overwrites them.
     """
 
-    def __init__(self, model: Thoughtbubbles, cache: Cache, *, most: int, n_ids: int | None = None):
+    def __init__(self, model: Thoughtbubbles, cache: Cache, *, budget: Budget, n_ids: int | None = None):
         """
-        most   the most streams that a bubble can have under the budgets
-        n_ids  how many of the ids can be the likeliest one; by default all
+        budget  the largest one that a row can have
+        n_ids   how many of the ids can be the likeliest one; by default all
         """
         self.model, self.cache = model, cache
         self.n_ids = model.config.vocab_size if n_ids is None else n_ids
-        self.widths = widths_within(model.config, most)
+        self.widths = widths_within(model.config, most_streams(budget, cache.capacity))
         if max(self.widths) > WIDEST:
             raise ValueError(
                 f"with {len(model.config.fork_layers)} fork layers a compiled step is {max(self.widths)} streams wide, "
                 f"and beyond {WIDEST} that takes far longer than a token needs: decode without compiling"
             )
         self.on_kernels = has_kernels(model)
+        mean = min(float(budget.largest), max(self.widths)) * cache.rows
+        self.sizes = packed_sizes(mean, self.largest) if self.on_kernels else [self.largest]
         self.ids = torch.zeros_like(cache.n_tokens)
         self.active = torch.zeros_like(cache.n_tokens, dtype=torch.bool)
         self.fits = torch.ones((), dtype=torch.bool, device=self.ids.device)
@@ -182,12 +185,8 @@ class GraphStep:
             graph.replay()
 
     def size_for(self, streams: int | float) -> int:
-        """Packed streams of a graph: with a margin, and few different ones. With few streams, gaps cost nothing."""
-        if not self.on_kernels or self.largest <= FEW_STREAMS:
-            return self.largest
-        wanted = max(FEW_STREAMS, math.ceil(MARGIN * streams))
-        unit = max(16, (1 << (wanted - 1).bit_length()) // 8)
-        return min(-(-wanted // unit) * unit, self.largest)
+        """Packed streams of the graph for this many in the mean."""
+        return next((size for size in self.sizes if size >= MARGIN * streams), self.largest)
 
     def captured(self, size: int) -> Captured:
         """The graphs for this many packed streams; they are made when they are first needed."""
@@ -248,6 +247,24 @@ class GraphStep:
             else:
                 torch.add(new, 0, out=old)  # a kernel: a copy would be a slower kind of node
         return prediction._replace(likeliest=compiled().likeliest(prediction.logits, self.n_ids))
+
+
+def packed_sizes(mean: int | float, largest: int) -> list[int]:
+    """What graphs have room for: all rows with as many streams as they have in the mean and a margin; half of that, and
+    so on, for fewer rows or smaller budgets; twice that, and so on, for steps that need more."""
+    size = math.ceil(MARGIN * mean)
+    while size > 2 * FEW_STREAMS:
+        size = math.ceil(size / 2)
+    sizes = []
+    while size < largest and largest > FEW_STREAMS:  # with few streams, gaps cost nothing
+        sizes.append(-(-size // 16) * 16)
+        size *= 2
+    return [size for size in sizes if size < largest] + [largest]
+
+
+def most_streams(budget: Budget, capacity: int) -> int:
+    """The most streams of a bubble within `capacity` tokens: with a budget of 1 no fork ever survives."""
+    return 1 if budget == Budget.of(1) else budget.largest_floor(capacity)
 
 
 def widths_within(config: ModelConfig, most: int) -> tuple[int, ...]:

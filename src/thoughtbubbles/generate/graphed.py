@@ -22,7 +22,7 @@ class Graphed(Cached):
             need = cache_memory(model.config, rows=rows, capacity=capacity, budget=budget, dtype=weight.dtype).total
             check_fits(need, free=free_memory(weight.device), rows=rows, capacity=capacity)
         super().__init__(model, rows=rows, capacity=capacity, budget=budget)
-        self.step = GraphStep(model, self.cache, most=most_streams(budget, capacity), n_ids=n_ids)
+        self.step = GraphStep(model, self.cache, budget=budget, n_ids=n_ids)
         self._budgets = [0.0] * rows
         self._ids = torch.zeros(rows, dtype=torch.int64, pin_memory=on_gpu)
         self._active: list[int] = []
@@ -31,7 +31,7 @@ class Graphed(Cached):
 
     def warm_up(self) -> None:
         """Makes all graphs that steps can need, so that no request waits for one of them."""
-        for size in sorted({self.step.size_for(n) for n in range(1, self.step.largest + 1)}):
+        for size in self.step.sizes:
             self.step.captured(size)
 
     def open(self, row: int, budget: Number) -> None:
@@ -95,11 +95,6 @@ class Graphed(Cached):
         self._index = None if rows == list(range(self.cache.rows)) else index
         self.step.active.zero_()
         self.step.active[index] = True
-
-
-def most_streams(budget: Budget, capacity: int) -> int:
-    """The most streams of a bubble within `capacity` tokens: with a budget of 1 no fork ever survives."""
-    return 1 if budget == Budget.of(1) else budget.largest_floor(capacity)
 
 
 def check_fits(need: int, *, free: int, rows: int, capacity: int) -> None:
