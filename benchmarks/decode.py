@@ -118,6 +118,7 @@ def engine_times(model: Thoughtbubbles, rows: int) -> dict[str, Any]:
         return Request(prompt=prompt, sampling=Sampling(temperature=0), max_new=new)
 
     engine = Engine(model, rows=rows, chunk=1024, max_budget=model.config.budget, capacity=512, compiled=True)
+    engine.warm_up()
     for _ in range(rows):
         engine.submit(request())
     generated, steps, begin, before = 0, 0, 0.0, (0, 0)

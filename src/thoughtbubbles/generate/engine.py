@@ -263,7 +263,7 @@ class Engine:
         from thoughtbubbles.generate.graphed import Graphed
 
         if isinstance(self._reader, Graphed):
-            self._reader.warm_up()
+            self._reader.warm_up(self._scheduler.chunk)
 
     def memory(self) -> CacheMemory | None:
         """Of the cache, now; None without one."""

@@ -1,10 +1,11 @@
-"""A reader whose decoding steps are CUDA graphs. Chunks of prompts are read without: each has another shape."""
+"""A reader whose decoding steps are CUDA graphs, and so are the blocks that read chunks of prompts."""
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from thoughtbubbles.generate.cache import cache_memory
+from thoughtbubbles.generate.chunk_blocks import ChunkGraphs
 from thoughtbubbles.generate.decode import Prediction
 from thoughtbubbles.generate.graph import GraphStep
 from thoughtbubbles.generate.readers import Cached, Reading
@@ -23,16 +24,27 @@ class Graphed(Cached):
             check_fits(need, free=free_memory(weight.device), rows=rows, capacity=capacity)
         super().__init__(model, rows=rows, capacity=capacity, budget=budget)
         self.step = GraphStep(model, self.cache, budget=budget, n_ids=n_ids)
+        if on_gpu and self.step.on_kernels:
+            self._run_fast = ChunkGraphs(model.config, self.cache)
         self._budgets = [0.0] * rows
         self._ids = torch.zeros(rows, dtype=torch.int64, pin_memory=on_gpu)
         self._active: list[int] = []
         self._index: Tensor | None = None  # of the active rows; None if they are all, in their order
         self._ahead: set[int] | None = None  # the rows that have read their next token already
 
-    def warm_up(self) -> None:
-        """Makes all graphs that steps can need, so that no request waits for one of them."""
+    def warm_up(self, chunk: int) -> None:
+        """Makes the graphs that steps and chunks can need, so that no request waits for them. All rows are empty."""
         for size in self.step.sizes:
             self.step.captured(size)
+        n, rows = min(32, self.capacity), self.cache.rows
+        while n <= min(chunk, rows * self.capacity):
+            lengths = [min(self.capacity, n - first) for first in range(0, n, self.capacity)]
+            for row in range(len(lengths)):
+                self.open(row, self._budget.largest)
+            super().read(Reading([0] * n, list(range(len(lengths))), lengths, [n - 1], longest=max(lengths)))
+            n *= 2
+        for row in range(rows):
+            self.open(row, 1)
 
     def open(self, row: int, budget: Number) -> None:
         if self._ahead is not None:

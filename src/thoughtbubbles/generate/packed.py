@@ -15,7 +15,7 @@ product of more rows may add in another order.
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from thoughtbubbles.generate.cache import Cache, Span
+from thoughtbubbles.generate.chunk_blocks import Chunk, RunChunk, run_chunk
 from thoughtbubbles.generate.decode import Prediction
-from thoughtbubbles.generate.fast_blocks import fast_blocks, has_kernels
+from thoughtbubbles.generate.fast_blocks import has_kernels
 from thoughtbubbles.model import head
 from thoughtbubbles.model.attention import AttentionPath, gated
 from thoughtbubbles.model.block import Residual
@@ -118,8 +119,11 @@ def read(
     batch: Batch,
     *,
     predict: Int[Tensor, "P"] | None = None,
+    run_fast: RunChunk | None = None,
 ) -> Prediction:
     """Reads the packed tokens, and returns what the packed tokens `predict` predict: by default the last of each row.
+
+    `run_fast` runs the blocks of a span; by default on kernels if there are any for this model.
 
     The cache is changed in place: its owner must be the caller. There is room for the tokens: that is for the caller
     to check.
@@ -130,7 +134,8 @@ def read(
     later = torch.arange(1, batch.longest + 1, device=ids.device)
     cap = (held[:, None] + later) * cache.numerator[rows, None] // cache.denominator[rows, None]
 
-    is_fast = has_kernels(model)
+    if run_fast is None and has_kernels(model):
+        run_fast = partial(run_chunk, config)
     streams, n_earlier = embed(model, ids), 2 * held
     for start, span in zip(sorted({0, *config.fork_layers}), cache.spans, strict=True):
         used = span.used[rows]
@@ -150,8 +155,9 @@ def read(
         )  # in the row itself
         layout = layout_at(position, None if span.level is None else streams.log_score, config)
         blocks = model.blocks[start : start + len(span.key)]
-        if is_fast:
-            x = run_fast(config, list(blocks), streams.x[0], layout, span, where, (rows, used, counts))[None]
+        if run_fast is not None:
+            chunk = Chunk(layout, span, where, torch.stack((rows, used, counts)).tolist())
+            x = run_fast(list(blocks), streams.x[0], chunk)[None]
         else:
             view = view_of(config, span, batch, used, counts, place)
             residual = Residual(streams.x)
@@ -163,29 +169,6 @@ def read(
         span.used[rows] = used + counts
     cache.n_tokens[rows] = held + batch.lengths
     return prediction_of(model, streams, batch.last if predict is None else predict, n_tokens)
-
-
-def run_fast(
-    config: ModelConfig,
-    blocks: Sequence[Any],
-    x: Float[Tensor, "M D"],
-    layout: Layout,
-    span: Span,
-    where: tuple[Int[Tensor, "M"], Int[Tensor, "M"]],
-    counts: tuple[Int[Tensor, "B"], Int[Tensor, "B"], Int[Tensor, "B"]],
-) -> Float[Tensor, "M D"]:
-    """On kernels. `counts`: the rows, how many slots each has used before, and its new streams."""
-    from thoughtbubbles.kernels.chunk import attend, blocks_of
-
-    table = blocks_of(*torch.stack(counts).tolist(), device=x.device)
-    cos, sin = (angle[0, 0].contiguous() for angle in layout.rotary)
-    key_bias = None if span.level is None else attenuation(span.log_score, config)[0]
-    value_gate, gate = (None if gate is None else gate[0] for gate in (layout.value_gate, layout.gate))
-
-    def attention(qkv: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend(qkv, cos, sin, value_gate, key, value, key_bias, where, table)
-
-    return fast_blocks(blocks, x, span, gate, attention)
 
 
 def embed(model: Thoughtbubbles, ids: Int[Tensor, "T"]) -> Streams:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from thoughtbubbles.generate.cache import new_cache
+from thoughtbubbles.generate.chunk_blocks import RunChunk
 from thoughtbubbles.generate.decode import Prediction, predict_uncached
 from thoughtbubbles.generate.packed import Batch, read
 from thoughtbubbles.generate.padding import padded
@@ -74,6 +75,7 @@ class Cached:
             device=weight.device,
         )
         self._budget = budget
+        self._run_fast: RunChunk | None = None
 
     def open(self, row: int, budget: Number) -> None:
         self.cache.clear(row, Budget.of(budget))
@@ -89,7 +91,8 @@ class Cached:
         device = self.cache.n_tokens.device
         batch = Batch.of(reading.rows, reading.lengths, device=device)
         predict = torch.tensor(reading.predict, dtype=torch.int64, device=device)
-        return read(self.model, self.cache, torch.tensor(reading.ids, device=device), batch, predict=predict)
+        ids = torch.tensor(reading.ids, device=device)
+        return read(self.model, self.cache, ids, batch, predict=predict, run_fast=self._run_fast)
 
 
 class Uncached:

@@ -4,7 +4,7 @@ Then every program has one head of a block of streams of a row, and attends over
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -86,19 +86,14 @@ def _attend(  # type: ignore[no-untyped-def]
     tl.store(out + here, (summed / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
 
 
-def blocks_of(
-    rows: Sequence[int], used: Sequence[int], counts: Sequence[int], *, device: torch.device | str
-) -> Int[Tensor, "n 4"]:
+def blocks_of(rows: Sequence[int], used: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int, int, int]]:
     """Row, first packed stream, number of streams and first slot of each block."""
-
-    def found() -> Iterator[tuple[int, int, int, int]]:
-        first = 0
-        for row, before, count in zip(rows, used, counts, strict=True):
-            for begin in range(0, count, BLOCK):
-                yield row, first + begin, min(BLOCK, count - begin), before + begin
-            first += count
-
-    return torch.tensor(list(found()), dtype=torch.int32, device=device)
+    found, first = [], 0
+    for row, before, count in zip(rows, used, counts, strict=True):
+        for begin in range(0, count, BLOCK):
+            found.append((row, first + begin, min(BLOCK, count - begin), before + begin))
+        first += count
+    return found
 
 
 @on_its_device

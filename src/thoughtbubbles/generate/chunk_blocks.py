@@ -1,0 +1,136 @@
+"""The blocks of a span for chunks of several rows, on kernels: launched one by one, or as CUDA graphs.
+
+Chunks have another size each time, so a graph has room for more: it is for 64, 128, 256 … streams. What is past the
+last real stream is computed too, and stored in the slot that is never read.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from thoughtbubbles.generate.cache import Cache, Span
+from thoughtbubbles.generate.fast_blocks import fast_blocks
+from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.layout import Layout, attenuation
+
+SMALLEST, LARGEST = 64, 4096  # packed streams of a graph; the kernels of more take longer than their launch
+
+
+class Chunk(NamedTuple):
+    """What the blocks of a span need: packed streams of several rows, and where they are stored."""
+
+    layout: Layout
+    span: Span
+    where: tuple[Int[Tensor, "M"], Int[Tensor, "M"]]  # row and slot of each stream
+    rows: list[list[int]]  # the rows, how many slots each has used before, and how many streams it has here
+
+
+RunChunk = Callable[[Sequence[Any], Tensor, Chunk], Tensor]
+
+
+class Flat(NamedTuple):
+    """The tensors of a chunk, all of which have M rows."""
+
+    x: Float[Tensor, "M D"]
+    cos: Float[Tensor, "M H/2"]
+    sin: Float[Tensor, "M H/2"]
+    value_gate: Float[Tensor, "M"] | None
+    gate: Float[Tensor, "M"] | None
+    row: Int[Tensor, "M"]
+    slot: Int[Tensor, "M"]
+
+
+def run_chunk(
+    config: ModelConfig, blocks: Sequence[Any], x: Float[Tensor, "M D"], chunk: Chunk
+) -> Float[Tensor, "M D"]:
+    from thoughtbubbles.kernels.chunk import blocks_of
+
+    table = torch.tensor(blocks_of(*chunk.rows), dtype=torch.int32, device=x.device)
+    return _run(config, blocks, _flat(x, chunk), chunk.span, table)
+
+
+def _flat(x: Float[Tensor, "M D"], chunk: Chunk) -> Flat:
+    layout = chunk.layout
+    cos, sin = (angle[0, 0].contiguous() for angle in layout.rotary)
+    value_gate, gate = (None if gate is None else gate[0] for gate in (layout.value_gate, layout.gate))
+    return Flat(x, cos, sin, value_gate, gate, *chunk.where)
+
+
+def _run(
+    config: ModelConfig, blocks: Sequence[Any], flat: Flat, span: Span, table: Int[Tensor, "n 4"]
+) -> Float[Tensor, "M D"]:
+    from thoughtbubbles.kernels.chunk import attend
+
+    key_bias = None if span.level is None else attenuation(span.log_score, config)[0]
+
+    def attention(qkv: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        where = flat.row, flat.slot
+        return attend(qkv, flat.cos, flat.sin, flat.value_gate, key, value, key_bias, where, table)
+
+    return fast_blocks(blocks, flat.x, span, flat.gate, attention)
+
+
+class Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    flat: Flat
+    table: Int[Tensor, "n 4"]
+    out: Float[Tensor, "M D"]
+
+
+class ChunkGraphs:
+    """`run_chunk` as graphs, which are made when they are first needed, over a cache that stays where it is."""
+
+    def __init__(self, config: ModelConfig, cache: Cache):
+        self.config, self.cache = config, cache
+        self._captured: dict[tuple[int, int], Captured] = {}
+        self._pool: Any = None  # memory that all graphs share
+
+    def __call__(self, blocks: Sequence[Any], x: Float[Tensor, "M D"], chunk: Chunk) -> Float[Tensor, "M D"]:
+        from thoughtbubbles.kernels.chunk import blocks_of
+
+        m, flat = x.shape[0], _flat(x, chunk)
+        if m > LARGEST:
+            return run_chunk(self.config, blocks, x, chunk)
+        size = max(SMALLEST, 1 << (m - 1).bit_length())
+        of_span = next(i for i, span in enumerate(self.cache.spans) if span.key is chunk.span.key)
+        if (of_span, size) not in self._captured:
+            self._captured[of_span, size] = self._capture(blocks, flat, chunk.span, size)
+        captured = self._captured[of_span, size]
+        for kept, new in zip(captured.flat, flat, strict=True):
+            if kept is not None and new is not None:
+                kept[:m].copy_(new)
+        captured.flat.slot[m:] = _unread(chunk.span)
+        table = torch.tensor(blocks_of(*chunk.rows), dtype=torch.int32)
+        captured.table.zero_()  # blocks of no stream
+        captured.table[: len(table)].copy_(table)
+        captured.graph.replay()
+        return captured.out[:m].clone()
+
+    def _capture(self, blocks: Sequence[Any], like: Flat, span: Span, size: int) -> Captured:
+        from thoughtbubbles.kernels.chunk import BLOCK
+
+        room: list[Any] = [None if each is None else each.new_zeros(size, *each.shape[1:]) for each in like]
+        flat = Flat(*room)
+        flat.slot.fill_(_unread(span))
+        table = torch.zeros(size // BLOCK + self.cache.rows, 4, dtype=torch.int32, device=flat.x.device)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            _run(self.config, blocks, flat, span, table)  # compiles the kernels
+            torch.cuda.synchronize()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                out = _run(self.config, blocks, flat, span, table)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return Captured(graph, flat, table, out)
+
+
+def _unread(span: Span) -> int:
+    """The slot of every row that is never read."""
+    return span.token.shape[1] - 1
