@@ -46,7 +46,7 @@ from thoughtbubbles.model.config import BudgetMode, ModelConfig, is_number, is_w
 from thoughtbubbles.model.streams import at_least_float32
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-ROWS, CHUNK, GATHER = 32, 64, 8
+ROWS, CHUNK, GATHER = 32, 64, 16
 MAX_BUDGET = 4
 
 
@@ -319,10 +319,10 @@ class Engine:
             self._drawing = handles
             self._settings = BatchSampling.of([each.job.request.sampling for each in handles], device=self.device)
         picked = self._pick(handles, self._settings, prediction)
-        facts = _packed(picked, prediction.streams).tolist()
+        facts = Transfer(_packed(picked, prediction.streams))
         self._read_ahead(handles, picked.id)
         found = []
-        for handle, (token, log_prob, streams, *top) in zip(handles, facts, strict=True):
+        for handle, (token, log_prob, streams, *top) in zip(handles, facts.wait().tolist(), strict=True):
             ids, log_probs = top[: len(top) // 2], top[len(top) // 2 :]
             likeliest = [(int(i), p) for i, p in zip(ids, log_probs, strict=True)][: handle.job.request.top]
             found.append(Drawn(handle, int(token), log_prob, tuple(likeliest), int(streams)))
@@ -393,6 +393,21 @@ def _scored(plan: Sequence[tuple[Handle, int]]) -> list[Scored]:
             found += [Scored(handle, first + i, token) for i, token in enumerate(predicted)]
         first += n
     return found
+
+
+class Transfer:
+    """Brings a tensor to the host; a GPU can go on with other work in the meantime."""
+
+    def __init__(self, tensor: Tensor):
+        self._tensor = tensor.to("cpu", non_blocking=True)
+        self._event = torch.cuda.Event() if tensor.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor
 
 
 def _packed(picked: Picked, streams: Tensor) -> Tensor:
