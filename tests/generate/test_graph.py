@@ -85,7 +85,21 @@ def test_the_compiled_parts_are_the_same_and_compile_once():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.slow  # the interpreter takes ten seconds for a few steps
 @pytest.mark.parametrize(
-    "case", ["short", "bubbles", "packed", "packed long", "long", "plain", "narrow", "gates of heads", "no gates"]
+    "case",
+    [
+        "short",
+        "bubbles",
+        "packed",
+        "packed long",
+        "many",
+        "many with gaps",
+        "many plain",
+        "long",
+        "plain",
+        "narrow",
+        "gates of heads",
+        "no gates",
+    ],
 )
 def test_kernels_give_what_the_blocks_give(case):
     """On the CPU, through Triton's interpreter, in a separate process, since that is chosen at import."""

@@ -42,7 +42,7 @@ def readings(*, with_kernel: bool, **changes) -> list[Prediction]:
 
 
 if __name__ == "__main__":
-    chunk.BLOCK, chunk.SLOTS = 16, 16  # several blocks of a row, and several turns in each
+    chunk.CHUNK = chunk.Tile(16, 16, 1, 4)  # several blocks of a row, and several turns in each
     decode.FEW_ROWS = 1024  # the library's product in float32 is for GPUs only
     cases = {"bubbles": {}, "plain": {"fork_layers": (), "merge": "original"}, "no bias": {"gate_qk": False}}
     pairs = list(zip(*(readings(with_kernel=one, **cases[sys.argv[1]]) for one in (True, False)), strict=True))

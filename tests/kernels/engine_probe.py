@@ -61,10 +61,11 @@ def completions(model: Thoughtbubbles, *, on_kernels: bool) -> tuple[list[Comple
         return [handle.completion for handle in handles], repeated
 
 
-PACKING = graph.PackingFunctions(graph.find_packing, graph.pack_streams, graph.unpack_streams)
+PACKING = graph.PackingFunctions(graph.find_packing, graph.pack_streams, graph.unpack_streams, graph.find_places)
 
 if __name__ == "__main__":
-    chunk.BLOCK, chunk.SLOTS, decode.SLOTS = 16, 16, 16
+    chunk.CHUNK, decode.SLOTS = chunk.Tile(16, 16, 1, 4), 16
+    decode.PROGRAMS = 1  # few enough rows for a program each
     decode.FEW_ROWS = 1024  # the library's product in float32 is for GPUs only
     shape = {"width": 64, "n_head": 2, "n_layer": 2, "block_size": 20, "vocab_size": 40, "merge": "residual"}
     model = lively_model(small_config(**shape, fork_layers=(0, 1)), dtype=torch.float32)

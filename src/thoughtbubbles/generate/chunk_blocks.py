@@ -110,12 +110,12 @@ class ChunkGraphs:
         return captured.out[:m].clone()
 
     def _capture(self, blocks: Sequence[Any], like: Flat, span: Span, size: int) -> Captured:
-        from thoughtbubbles.kernels.chunk import BLOCK
+        from thoughtbubbles.kernels.chunk import CHUNK
 
         room: list[Any] = [None if each is None else each.new_zeros(size, *each.shape[1:]) for each in like]
         flat = Flat(*room)
         flat.slot.fill_(_unread(span))
-        table = torch.zeros(size // BLOCK + self.cache.rows, 4, dtype=torch.int32, device=flat.x.device)
+        table = torch.zeros(size // CHUNK.streams + self.cache.rows, 4, dtype=torch.int32, device=flat.x.device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -198,6 +198,7 @@ class View(NamedTuple):
     place: Int[Tensor, "B W"]  # the slot of each new stream
     used: Int[Tensor, "B"]  # streams cached before; new stream i attends to the slots up to used + i
     added: Int[Tensor, "B"]  # new streams that are kept
+    unread: int  # the slot that is never read
     key_bias: Float[Tensor, "B S"] | None
 
 
@@ -241,6 +242,7 @@ def enter(
         place=torch.where(own < added[:, None], span.used[:, None] + own, span.token.shape[1] - 1),
         used=span.used,
         added=added,
+        unread=span.token.shape[1] - 1,
         key_bias=None if fork is None else attenuation(span.log_score, config)[0],
     )
     return streams, view, span.used + added

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from thoughtbubbles.generate.cache import Cache, Span
@@ -42,16 +42,18 @@ class Packing(NamedTuple):
     source: Int[Tensor, "M"]  # the slot of each packed stream, one of B·W
     first: Int[Tensor, "B"]  # packed stream of each row
     slot: Int[Tensor, "B*W"]  # the packed stream of each slot; in gaps, of another slot
+    is_real: Bool[Tensor, "M"]  # those past the last row's are copies
 
 
 def find_packing(added: Int[Tensor, "B"], width: int, size: int) -> Packing:
-    """`size` packed streams; those past the last row's are copies of a real one."""
     end = added.cumsum(0)
     first, last = end - added, (end[-1:] - 1).clamp(min=0)
-    packed = torch.minimum(torch.arange(size, device=added.device), last)
+    index = torch.arange(size, device=added.device)
+    packed = index.minimum(last)
     row = (packed[:, None] >= end).sum(1).clamp(max=added.shape[0] - 1)
     place = torch.arange(width, device=added.device).minimum((added[:, None] - 1).clamp(min=0)) + first[:, None]
-    return Packing(row * width + packed - first[row], first, place.minimum(last).clamp(max=size - 1).flatten())
+    slot = place.minimum(last).clamp(max=size - 1).flatten()
+    return Packing(row * width + packed - first[row], first, slot, index < end[-1:])
 
 
 def pack_streams(x: Tensor, layout: Layout, packing: Packing) -> tuple[Tensor, Layout]:
@@ -72,35 +74,58 @@ def run_packed(
 
     size  packed streams; None: with gaps
     """
-    from thoughtbubbles.kernels.decode import Rows, attend
+    from thoughtbubbles.kernels import chunk, decode
 
-    batch, width, _ = x.shape
+    (batch, width, _), heads = x.shape, span.key.shape[2]
     packing, layout, functions = None, view.layout, packing_functions()
     first = torch.arange(0, batch * width, width, device=x.device)
     if size is not None and size < batch * width:
         packing = functions.find(view.added, width, size)
         x, layout = functions.pack(x, layout, packing)
         first = packing.first
-    arrived = torch.zeros(batch * span.key.shape[2], dtype=torch.int32, device=x.device)
-    rows = Rows(first, view.added, view.used, width, packing is None, arrived)
+    given = *layout.rotary, layout.value_gate
+    if decode.are_few(batch, heads):
+        arrived = torch.zeros(batch * heads, dtype=torch.int32, device=x.device)
+        rows = decode.Rows(first, view.added, view.used, width, packing is None, arrived)
 
-    def attention(qkv: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend(qkv, *layout.rotary, layout.value_gate, key, value, view.key_bias, rows)
+        def attention(qkv: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return decode.attend(qkv, *given, key, value, view.key_bias, rows)
+
+    else:
+        where, table = functions.place(view, first, packing)
+
+        def attention(qkv: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            fill = packing is None and width > 1  # in gaps: what follows must be finite
+            return chunk.attend(qkv, *given, key, value, view.key_bias, where, table, most=width, fill=fill)
 
     gate = None if layout.gate is None else layout.gate.reshape(-1)
     x = fast_blocks(blocks, x.reshape(-1, x.shape[-1]), span, gate, attention)
     return x.unflatten(0, (batch, width)) if packing is None else functions.unpack(x, packing)
 
 
+def find_places(
+    view: View, first: Int[Tensor, "B"], packing: Packing | None
+) -> tuple[tuple[Int[Tensor, "M"], Int[Tensor, "M"]], Int[Tensor, "B 4"]]:
+    """Row and slot of each stream in the cache; and row, first stream, number of streams and first slot of each row."""
+    batch, width = view.place.shape
+    row = torch.arange(batch, device=first.device)
+    of_stream, slot = row[:, None].expand(-1, width).flatten(), view.place.flatten()
+    if packing is not None:
+        of_stream = of_stream[packing.source]
+        slot = torch.where(packing.is_real, slot[packing.source], view.unread)
+    return (of_stream, slot), torch.stack((row, first, view.added, view.used), dim=1).int()
+
+
 class PackingFunctions(NamedTuple):
     find: Any
     pack: Any
     unpack: Any
+    place: Any
 
 
 @once
 def packing_functions() -> PackingFunctions:
-    functions = (find_packing, pack_streams, unpack_streams)
+    functions = (find_packing, pack_streams, unpack_streams, find_places)
     if not torch.cuda.is_available():
         return PackingFunctions(*functions)
     return PackingFunctions(*(torch.compile(each, dynamic=False, fullgraph=True) for each in functions))

@@ -1,20 +1,34 @@
-"""Attention of chunks of several rows over a KV cache: first their own keys and values are stored there.
+"""Attention of new streams of several rows over a KV cache: chunks of prompts, and decoding steps of many rows.
 
-Then every program has one head of a block of streams of a row, and attends over the slots of that row up to theirs.
+First their own keys and values are stored there. Then every program has one head of a block of streams of a row, and
+attends over the slots of that row up to theirs. (A step of few rows has too few programs for that: see decode.py.)
 """
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from thoughtbubbles.kernels.launch import on_its_device
+from thoughtbubbles.kernels.launch import ahead, on_its_device
 
-BLOCK, SLOTS = 64, 64  # streams of a program, and cached streams that it reads at a time
+
+class Tile(NamedTuple):
+    """Streams of a program, cached streams that it reads at a time, and how it loads them."""
+
+    streams: int
+    slots: int
+    stages: int
+    warps: int
+
+
+CHUNK = Tile(64, 64, 3, 4)
+STEP = Tile(16, 32, 4, 2)  # `streams`: at least as many as a bubble has
 STORED = 16  # streams of a program that stores
 NOTHING = tl.constexpr(-1.0e30)  # a masked logit: its weight is exactly 0
 
@@ -22,9 +36,12 @@ NOTHING = tl.constexpr(-1.0e30)  # a masked logit: its weight is exactly 0
 @triton.jit
 def _store(  # type: ignore[no-untyped-def]
     qkv, cos, sin, value_gate, key, value, row, slot, q, M, S,
-    N: tl.constexpr, GATE: tl.constexpr, H: tl.constexpr, BW: tl.constexpr,
+    N: tl.constexpr, GATE: tl.constexpr, H: tl.constexpr, BW: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Rotates queries and keys of one head, and stores keys and attenuated values in their slots."""
+    if AHEAD:
+        gdc_wait()
+        gdc_launch_dependents()
     head, half = tl.program_id(1), H // 2
     stream, h = tl.program_id(0) * BW + tl.arange(0, BW), tl.arange(0, H)
     real = (stream < M)[:, None]
@@ -51,7 +68,11 @@ def _store(  # type: ignore[no-untyped-def]
 def _attend(  # type: ignore[no-untyped-def]
     q, key, value, key_bias, blocks, out, scale, S,
     N: tl.constexpr, BIAS: tl.constexpr, H: tl.constexpr, BW: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
+    if AHEAD:
+        gdc_wait()
+        gdc_launch_dependents()
     head = tl.program_id(1)
     blocks += tl.program_id(0) * 4
     row, first, n, slot_of_first = tl.load(blocks), tl.load(blocks + 1), tl.load(blocks + 2), tl.load(blocks + 3)
@@ -90,8 +111,8 @@ def blocks_of(rows: Sequence[int], used: Sequence[int], counts: Sequence[int]) -
     """Row, first packed stream, number of streams and first slot of each block."""
     found, first = [], 0
     for row, before, count in zip(rows, used, counts, strict=True):
-        for begin in range(0, count, BLOCK):
-            found.append((row, first + begin, min(BLOCK, count - begin), before + begin))
+        for begin in range(0, count, CHUNK.streams):
+            found.append((row, first + begin, min(CHUNK.streams, count - begin), before + begin))
         first += count
     return found
 
@@ -107,16 +128,28 @@ def attend(
     key_bias: Float[Tensor, "R S"] | None,
     where: tuple[Int[Tensor, "M"], Int[Tensor, "M"]],
     blocks: Int[Tensor, "n 4"],
+    *,
+    most: int | None = None,
+    fill: bool = False,
 ) -> Float[Tensor, "M D"]:
-    """Stores keys and values in the rows and slots `where`, then attends."""
+    """Stores keys and values in the rows and slots `where`, then attends.
+
+    blocks  row, first stream, number of streams and first slot of each; at most `most` streams if that is given
+    fill    whether streams that are in no block get zeros; else they are not written
+    """
     (_, heads, slots, size), m = key.shape, qkv.shape[0]
-    q, out = (torch.empty(m, heads * size, dtype=qkv.dtype, device=qkv.device) for _ in range(2))
+    tile, options = CHUNK, ahead(qkv.device)
+    if most is not None:
+        tile = STEP._replace(streams=max(STEP.streams, triton.next_power_of_2(most)))
+    q = torch.empty(m, heads * size, dtype=qkv.dtype, device=qkv.device)
+    out = torch.zeros_like(q) if fill else torch.empty_like(q)
     _store[triton.cdiv(m, STORED), heads](
         qkv, cos, sin, cos if value_gate is None else value_gate, key, value, *where, q, m, slots,
-        N=heads, GATE=value_gate is not None, H=size, BW=STORED, num_warps=4,
+        N=heads, GATE=value_gate is not None, H=size, BW=STORED, num_warps=4, **options,
     )  # fmt: skip
     _attend[blocks.shape[0], heads](
         q, key, value, cos if key_bias is None else key_bias, blocks, out, 1 / math.sqrt(size), slots,
-        N=heads, BIAS=key_bias is not None, H=size, BW=BLOCK, BS=SLOTS, STAGES=3, num_warps=4,
+        N=heads, BIAS=key_bias is not None, H=size, BW=tile.streams, BS=tile.slots, STAGES=tile.stages,
+        num_warps=tile.warps, **options,
     )  # fmt: skip
     return out

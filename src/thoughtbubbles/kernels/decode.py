@@ -3,7 +3,7 @@
     add_norm          x ← x + gate · (sum of partial products + bias),  h = LayerNorm(x)
     linear            h · Wᵀ + bias, optionally followed by GELU
     partial_linear    products over parts of the channels, for `add_norm` to sum
-    attend            rotates, stores the new keys and values, attends over all that are stored
+    attend            rotates, stores the new keys and values, attends over all that are stored (of few rows)
 
 At these sizes a kernel spends as long on starting and ending as on its work. So each allows the next one to launch as
 soon as its own inputs are ready (programmatic dependent launch, on GPUs that support it): the next kernel then starts
@@ -12,7 +12,6 @@ happens in the same places.
 """
 
 import math
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from thoughtbubbles.kernels.launch import ahead
 
 FEW_ROWS = 32  # up to here an extra row costs almost nothing; beyond, the library's matrix products are as fast
 CHANNELS = 256  # of a tile of weights; fewer if the width requires it
@@ -130,7 +131,7 @@ def _attend(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr, ONCE: tl.constexpr, BW: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row over one part of the cached slots; the last part has the new streams too.
+    """Of few rows: one head of one row over one part of the cached slots; the last part has the new streams too.
 
     The part that ends last joins all of them.
     """
@@ -197,41 +198,30 @@ def _attend(  # type: ignore[no-untyped-def]
         most, total, summed = _add(new_logits, new_v, most, total, summed)
     written = (w < tl.maximum(n, ROOM)) & (stream < M)
     into = heads + stream[:, None] * N * H + head * H + h[None, :]
-    if PARTS == 1:
+    entry = (stream * N + head) * PARTS
+    tl.store(out + (entry + part)[:, None] * H + h[None, :], summed, mask=written[:, None])
+    tl.store(stats + (entry + part) * 2, most, mask=written)
+    tl.store(stats + (entry + part) * 2 + 1, total, mask=written)
+    tl.debug_barrier()  # all threads have written before the program counts as arrived
+    if tl.atomic_add(arrived + bn, 1, sem="acq_rel") == PARTS - 1:
+        tl.store(arrived + bn, 0)
+        most = tl.full((BW,), NOTHING, tl.float32)
+        total = tl.zeros((BW,), tl.float32)
+        summed = tl.zeros((BW, H), tl.float32)
+        for each in tl.static_range(PARTS):
+            theirs = tl.load(stats + (entry + each) * 2, mask=written, other=0.0, cache_modifier=".cg")
+            parts = tl.load(stats + (entry + each) * 2 + 1, mask=written, other=1.0, cache_modifier=".cg")
+            sums = tl.load(
+                out + (entry + each)[:, None] * H + h[None, :], mask=written[:, None], other=0.0,
+                cache_modifier=".cg",
+            )  # fmt: skip
+            highest = tl.maximum(most, theirs)
+            fade, weight = tl.exp(most - highest), tl.exp(theirs - highest)
+            total = total * fade + parts * weight
+            summed = summed * fade[:, None] + sums * weight[:, None]
+            most = highest
         summed = summed / total[:, None]
         tl.store(into, summed.to(heads.dtype.element_ty), mask=written[:, None])
-    else:
-        entry = (stream * N + head) * PARTS
-        tl.store(out + (entry + part)[:, None] * H + h[None, :], summed, mask=written[:, None])
-        tl.store(stats + (entry + part) * 2, most, mask=written)
-        tl.store(stats + (entry + part) * 2 + 1, total, mask=written)
-        tl.debug_barrier()  # all threads have written before the program counts as arrived
-        if tl.atomic_add(arrived + bn, 1, sem="acq_rel") == PARTS - 1:
-            tl.store(arrived + bn, 0)
-            most = tl.full((BW,), NOTHING, tl.float32)
-            total = tl.zeros((BW,), tl.float32)
-            summed = tl.zeros((BW, H), tl.float32)
-            for each in tl.static_range(PARTS):
-                theirs = tl.load(stats + (entry + each) * 2, mask=written, other=0.0, cache_modifier=".cg")
-                parts = tl.load(stats + (entry + each) * 2 + 1, mask=written, other=1.0, cache_modifier=".cg")
-                sums = tl.load(
-                    out + (entry + each)[:, None] * H + h[None, :], mask=written[:, None], other=0.0,
-                    cache_modifier=".cg",
-                )  # fmt: skip
-                highest = tl.maximum(most, theirs)
-                fade, weight = tl.exp(most - highest), tl.exp(theirs - highest)
-                total = total * fade + parts * weight
-                summed = summed * fade[:, None] + sums * weight[:, None]
-                most = highest
-            summed = summed / total[:, None]
-            tl.store(into, summed.to(heads.dtype.element_ty), mask=written[:, None])
-
-
-@cache
-def _launching(device: torch.device) -> dict[str, bool]:
-    """Options of every launch: from Hopper on, a kernel launches before the previous one has ended."""
-    ahead = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-    return {"AHEAD": ahead, "launch_pdl": ahead}
 
 
 def _channels(k: int) -> int:
@@ -281,7 +271,7 @@ def _launch_linear(x: Tensor, w: Tensor, b: Tensor, y: Tensor, *, parts: int, pa
         PART=k // parts, PARTIAL=partial, GELU=gelu,
         BM=max(8, triton.next_power_of_2(m)), BN=tile.rows, BK=math.gcd(k // parts, tile.channels),
         LINES=1 << max(0, (k // parts // 256).bit_length() - 1),
-        num_warps=tile.warps, num_stages=tile.stages, **_launching(x.device),
+        num_warps=tile.warps, num_stages=tile.stages, **ahead(x.device),
     )  # fmt: skip
 
 
@@ -299,7 +289,7 @@ def add_norm(
         x, x if parts is None else parts, bias, x if gate is None else gate, norm.weight, norm.bias, after, h,
         m, d, norm.eps,
         PARTS=0 if parts is None else parts.shape[0], GATE=gate is not None, BD=triton.next_power_of_2(d),
-        num_warps=8, **_launching(x.device),
+        num_warps=8, **ahead(x.device),
     )  # fmt: skip
     return after, h
 
@@ -313,6 +303,11 @@ class Rows(NamedTuple):
     most: int  # streams of a row
     has_gaps: bool  # every row has room for `most` streams; without gaps, the next row's follow directly
     arrived: Int[Tensor, "B*N"]  # zeros, and zeros again after each call
+
+
+def are_few(rows: int, heads: int) -> bool:
+    """Whether a program for each head of each row would leave a part of the GPU idle, so that `attend` is faster."""
+    return 2 * rows * heads <= PROGRAMS
 
 
 def attend(
@@ -340,6 +335,6 @@ def attend(
         1 / math.sqrt(size), m, slots,
         N=heads, ROOM=rows.most if rows.has_gaps else 0, BIAS=key_bias is not None, VALUE=value_score is not None,
         H=size, PARTS=parts, ONCE=parts * SLOTS >= slots, BW=max(16, triton.next_power_of_2(rows.most)), BS=SLOTS,
-        STAGES=STAGES, num_warps=WARPS, **_launching(key.device),
+        STAGES=STAGES, num_warps=WARPS, **ahead(key.device),
     )  # fmt: skip
     return joined

@@ -1,7 +1,7 @@
 """Helpers for kernel launches: the right device, and how many programs fill it."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -22,6 +22,13 @@ def on_its_device(
             return launch(first, *args, **kwargs)
 
     return launched
+
+
+@cache
+def ahead(device: torch.device) -> dict[str, bool]:
+    """Options of a launch: from Hopper on, a kernel launches before the previous one has ended, and waits inside."""
+    is_able = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return {"AHEAD": is_able, "launch_pdl": is_able}
 
 
 def programs_for(x: torch.Tensor, work: int, *, each: int) -> int:
