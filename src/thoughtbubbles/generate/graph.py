@@ -109,11 +109,12 @@ def find_places(
     """Row and slot of each stream in the cache; and row, first stream, number of streams and first slot of each row."""
     batch, width = view.place.shape
     row = torch.arange(batch, device=first.device)
-    of_stream, slot = row[:, None].expand(-1, width).flatten(), view.place.flatten()
+    of_stream, slot, n = row[:, None].expand(-1, width).flatten(), view.place.flatten(), view.added
     if packing is not None:
         of_stream = of_stream[packing.source]
         slot = torch.where(packing.is_real, slot[packing.source], view.unread)
-    return (of_stream, slot), torch.stack((row, first, view.added, view.used), dim=1).int()
+        n = (packing.source.shape[0] - first).clamp(min=0).minimum(n)  # others have no room: the step is repeated
+    return (of_stream, slot), torch.stack((row, first, n, view.used), dim=1).int()
 
 
 class PackingFunctions(NamedTuple):
