@@ -188,7 +188,6 @@ def on_gpu(rows_tried: list[int]) -> dict[str, Any]:
     models = {name: build(ModelConfig.named(size), "cuda") for name, size in names.items()}
     for rows in rows_tried:
         steps, cases = graphs(models, rows)
-        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         times = graph_times(models, steps, rows)
         for name, model in models.items():
             milliseconds = statistics.median(times[name])
@@ -217,7 +216,6 @@ def on_gpu(rows_tried: list[int]) -> dict[str, Any]:
         found["rows"][str(rows)] = {
             **cases,
             "bubbles_over_plain": forked / plain,
-            "compilations_after_warm_up": torch._dynamo.utils.counters["stats"]["unique_graphs"] - compiled,
         }
         synchronize("cuda")
         shown = {name: {key: value for key, value in cases[name].items() if key != "profile"} for name in names}

@@ -254,8 +254,9 @@ def decode_table() -> str:
             )
     lines += [
         "",
-        "| machine | rows | 1.9b | per step | steps: tokens/s | whole loop: tokens/s | share of bandwidth | cache |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| machine | rows | 1.9b | per step | steps: tokens/s | whole loop: tokens/s | share of bandwidth: steps | "
+        "loop | cache |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for record in gpu:
         for rows, case in record["rows"].items():
@@ -264,8 +265,23 @@ def decode_table() -> str:
                 lines.append(
                     f"| {record['machine']} | {rows} | {name} | {model['milliseconds_per_step']:.3f} ms | "
                     f"{model['tokens_per_second_of_steps']:,.0f} | {model['tokens_per_second']:,.0f} | "
-                    f"{model['share_of_copy_bandwidth']:.0%} | {model['cache']['counted_bytes'] / 2**20:,.0f} MiB |"
+                    f"{model['share_of_copy_bandwidth']:.0%} | "
+                    f"{model['share_of_copy_bandwidth_of_the_whole_loop']:.0%} | "
+                    f"{model['cache']['counted_bytes'] / 2**20:,.0f} MiB |"
                 )
+    lines += [
+        "",
+        "| machine | engine, 1.9b | requests at a time | tokens/s | of prompts | ms per step | bare step | "
+        "of bare steps |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for record in gpu:
+        for name, found in record["engine"].items():
+            lines.append(
+                f"| {record['machine']} | {name} | {found['rows']} | {found['tokens_per_second']:,.0f} | "
+                f"{found['tokens_of_prompts_per_second']:,.0f} | {found['milliseconds_per_step']:.2f} | "
+                f"{found['milliseconds_of_a_bare_step']:.2f} | {found['share_of_bare_steps']:.0%} |"
+            )
     facts = [
         f"- {record['machine']}: {source(record)}. Bubbles over plain, both cached: "
         f"{record['bubbles_over_plain_cached']:.2f}×."
@@ -273,12 +289,11 @@ def decode_table() -> str:
     ]
     for record in gpu:
         ratios = ", ".join(f"{case['bubbles_over_plain']:.2f}× ({rows})" for rows, case in record["rows"].items())
-        again = sum(case["compilations_after_warm_up"] for case in record["rows"].values())
         bubbles = record["rows"]["1"]["bubbles, r = 2"]
         gap = bubbles["difference_from_the_parallel_forward"]
         facts.append(
             f"- {record['machine']}: {source(record)}. A step with bubbles over a plain one (rows): {ratios}. "
-            f"Copy: {record['copy_bytes_per_second'] / 1e12:.2f} TB/s. Compilations after warm-up: {again}. Cache: "
+            f"Copy: {record['copy_bytes_per_second'] / 1e12:.2f} TB/s. Cache: "
             f"{bubbles['cache']['predicted_bytes']:,} bytes predicted, {bubbles['cache']['counted_bytes']:,} measured. "
             f"In bfloat16, steps against the parallel forward over 64 tokens: "
             f"{gap['share_of_tokens_with_other_streams']:.1%} of the tokens have another number of streams, and the "

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from helpers import lively_model, named, random_ids, small_config
-from thoughtbubbles.generate.decode import Parts, advance, decode_step, enter, next_logits, prefill
+from thoughtbubbles.generate.decode import decode_step, prefill
 from thoughtbubbles.generate.graph import GraphStep
 from thoughtbubbles.generate.requests import Request, generate, stream
 from thoughtbubbles.generate.sample import Sampling
+from thoughtbubbles.generate.step import Parts, advance, enter, next_logits
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.transformer import Thoughtbubbles
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from helpers import SAME_ROW, random_ids
 from thoughtbubbles.generate.cache import Cache
-from thoughtbubbles.generate.decode import Prediction, decode_step, prefill
+from thoughtbubbles.generate.decode import decode_step, prefill
+from thoughtbubbles.generate.prediction import Prediction
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.fork import ForkRecord
 from thoughtbubbles.model.transformer import Output, Thoughtbubbles

@@ -7,7 +7,8 @@ import torch
 
 from generate.reading import assert_reads_alike, assert_same_state, bubble_sizes, padded, read_in_steps, some_rows
 from helpers import SAME_ROW, lively_model, random_ids, small_config
-from thoughtbubbles.generate.decode import advance, decode_step, predict_uncached, prefill
+from thoughtbubbles.generate.decode import decode_step, predict_uncached, prefill
+from thoughtbubbles.generate.step import advance
 
 # ---- neighbours, padding, splits, storage ---------------------------------------------------------------------------
 

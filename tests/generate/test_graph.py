@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from helpers import BFLOAT16, SAME_FUNCTION_FLOAT32, SAME_ROW, lively_model, random_ids, small_config
-from thoughtbubbles.generate.decode import advance, decode_step, prefill
+from thoughtbubbles.generate.decode import decode_step, prefill
 from thoughtbubbles.generate.graph import packed_sizes, widths_within
+from thoughtbubbles.generate.step import advance
 
 TESTS = Path(__file__).parents[1]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

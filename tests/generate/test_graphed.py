@@ -6,7 +6,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from generate.test_engine import Interleaving, alone, check_alone, ids, mixed, model
 from generate.uncaptured import EagerStep, on_a_cpu
-from thoughtbubbles.generate.engine import Engine
+from thoughtbubbles.generate.engine import GATHER, Engine
 from thoughtbubbles.generate.graphed import Graphed
 from thoughtbubbles.generate.jobs import Request
 from thoughtbubbles.generate.readers import Reading
@@ -89,6 +89,9 @@ def test_prompts_wait_for_each_other_while_others_generate():
     engine.submit(Request(prompt=ids(2, 12), max_new=2, sampling=GREEDY))  # now they fill a chunk
     engine.step()
     assert engine.stats().tokens_read == 7
-    for _ in range(12):
+    for _ in range(GATHER - 1):
+        engine.step()
+        assert engine.stats().tokens_read == 7
+    for _ in range(3):
         engine.step()
     assert engine.stats().tokens_read == 19

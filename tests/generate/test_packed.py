@@ -8,8 +8,9 @@ import torch
 from helpers import SAME_ROW, lively_model, small_config
 from thoughtbubbles import load
 from thoughtbubbles.generate.cache import Cache, new_cache
-from thoughtbubbles.generate.decode import Prediction, prefill
+from thoughtbubbles.generate.decode import prefill
 from thoughtbubbles.generate.packed import Batch, read
+from thoughtbubbles.generate.prediction import Prediction
 from thoughtbubbles.model.budget import Budget, Number
 from thoughtbubbles.model.transformer import Thoughtbubbles
 

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from thoughtbubbles.generate import engine, graph, graphed
-from thoughtbubbles.generate.decode import Prediction, enter, next_logits
 from thoughtbubbles.generate.graph import Captured, Compiled, GraphStep, find_likeliest
+from thoughtbubbles.generate.prediction import Prediction
+from thoughtbubbles.generate.step import enter, next_logits
 
 
 class Uncaptured:

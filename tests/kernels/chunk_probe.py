@@ -12,8 +12,8 @@ import torch
 from helpers import lively_model, small_config
 from thoughtbubbles import kernels
 from thoughtbubbles.generate.cache import new_cache
-from thoughtbubbles.generate.decode import Prediction
 from thoughtbubbles.generate.packed import Batch, read
+from thoughtbubbles.generate.prediction import Prediction
 from thoughtbubbles.kernels import chunk, decode
 from thoughtbubbles.model.budget import Budget
 

@@ -10,8 +10,9 @@ from functools import partial
 import torch
 
 from helpers import lively_model, random_ids, small_config
-from thoughtbubbles.generate.decode import PLAIN, Parts, advance, prefill
+from thoughtbubbles.generate.decode import prefill
 from thoughtbubbles.generate.graph import run_packed, widths_within
+from thoughtbubbles.generate.step import PLAIN, Parts, advance
 from thoughtbubbles.kernels import decode as kernels
 
 BUDGETS = [2, 1.5, 4]

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from thoughtbubbles.generate.decode import Prediction, decode_step, predict_uncached, prefill
+from thoughtbubbles.generate.decode import decode_step, predict_uncached, prefill
+from thoughtbubbles.generate.prediction import Prediction
 from thoughtbubbles.model import inputs
 from thoughtbubbles.model.budget import BudgetLike
 from thoughtbubbles.model.config import BudgetMode, ModelConfig

@@ -63,6 +63,11 @@ class Cache(NamedTuple):
     def clone(self) -> "Cache":
         return self._map(lambda tensor, _: tensor.clone())
 
+    def with_own_counts(self) -> "Cache":
+        """The same contents in the same storage, to which tokens can be added without changing this one."""
+        spans = tuple(span._replace(used=span.used.clone()) for span in self.spans)
+        return self._replace(spans=spans, n_tokens=self.n_tokens.clone())
+
     def crop(self, n_tokens: "int | Int[Tensor, 'B']") -> "Cache":
         """The cache as it was when each row had at most `n_tokens` tokens (at least one)."""
         right = "a whole number of 1 or more, or one for each row; a row keeps at least its first token"

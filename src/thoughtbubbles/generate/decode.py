@@ -1,55 +1,25 @@
 """Decoding: `prefill` reads a prompt in parallel, `decode_step` reads one more token with the KV cache.
 
-    ids → embedding → [fork: rank against the levels of all earlier candidates → gather] block … → merge → logits
-
 Both run the model's own blocks, fork layers and head, with another attention path: in `prefill` one that also caches
-keys and values, in a step one that attends over the cached ones. The streams of a step, the bubble of one token per
-row, are a `Streams` of one token (token 0; unused slots have token 1), so all functions for bubbles apply.
+keys and values, in a step one that attends over the cached ones (packed.py).
 """
 
-import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from jaxtyping import Bool, Int
+from torch import Tensor
 
-from thoughtbubbles.generate.cache import Cache, Span, budget_of_rows, new_cache
-from thoughtbubbles.model import head, inputs
-from thoughtbubbles.model.attention import PATHS, AttentionPath, gated
-from thoughtbubbles.model.block import Residual
+from thoughtbubbles.generate.cache import Cache, budget_of_rows, new_cache
+from thoughtbubbles.generate.packed import Batch, read
+from thoughtbubbles.generate.prediction import Prediction
+from thoughtbubbles.model import inputs
+from thoughtbubbles.model.attention import PATHS, gated
 from thoughtbubbles.model.budget import Budget, BudgetLike, brief
-from thoughtbubbles.model.config import ModelConfig, is_whole
-from thoughtbubbles.model.layout import Layout, attenuation, layout_at
-from thoughtbubbles.model.selection import NextToken
-from thoughtbubbles.model.streams import (
-    Streams,
-    accumulation_dtype,
-    at_least_float32,
-    find_bubbles,
-    positions,
-    take,
-)
+from thoughtbubbles.model.config import is_whole
+from thoughtbubbles.model.layout import Layout
+from thoughtbubbles.model.streams import take
 from thoughtbubbles.model.transformer import Thoughtbubbles
-
-
-class Likeliest(NamedTuple):
-    id: Int[Tensor, "B"]
-    log_prob: Float[Tensor, "B"]
-
-
-class Prediction(NamedTuple):
-    """The prediction of each row's next token."""
-
-    logits: Float[Tensor, "B V"]  # with merge="mixture": its log-probabilities
-    streams: Int[Tensor, "B"]  # the size of the bubble that predicts it
-    likeliest: Likeliest | None = None  # the likeliest token, if the step has looked for it
-
-    def at(self, rows: Int[Tensor, "n"]) -> "Prediction":
-        likeliest = None if self.likeliest is None else Likeliest(*(part[rows] for part in self.likeliest))
-        return Prediction(self.logits[rows], self.streams[rows], likeliest)
 
 
 @torch.no_grad()
@@ -164,7 +134,19 @@ def decode_step(
     if not ids.device == active.device == cache.n_tokens.device:
         raise ValueError(f"ids are on {ids.device}, active on {active.device}: the cache is on {cache.n_tokens.device}")
     check_next(model, cache, ids[:, None], active[:, None])
-    return advance(model, cache, torch.where(active, ids, 0), active)
+    after = cache.with_own_counts()
+    rows = active.nonzero()[:, 0]
+    if not len(rows):
+        return Prediction(ids.new_zeros(len(ids), model.config.vocab_size, dtype=torch.float32), ids), after
+    batch = Batch.of(rows.tolist(), [1] * len(rows), device=ids.device)
+    prediction = read(model, after, ids[rows].long(), batch)
+    if len(rows) < cache.rows:
+        logits = prediction.logits.new_zeros(cache.rows, model.config.vocab_size)
+        streams = prediction.streams.new_zeros(cache.rows)
+        prediction = Prediction(
+            logits.index_copy(0, rows, prediction.logits), streams.index_copy(0, rows, prediction.streams)
+        )
+    return prediction, after
 
 
 def check_next(model: Thoughtbubbles, cache: Cache, ids: Int[Tensor, "B n"], real: Bool[Tensor, "B n"]) -> None:
@@ -189,150 +171,3 @@ def _check_cache(name: str, cache: Cache, model: Thoughtbubbles) -> None:
             f"{name} is not a cache of this model (other layers, heads, fork layers, dtype or device): "
             "give the one that its own prefill returned"
         )
-
-
-class View(NamedTuple):
-    """What the blocks of a span need in a step: the new streams, and the cached ones that they attend to."""
-
-    layout: Layout
-    place: Int[Tensor, "B W"]  # the slot of each new stream
-    used: Int[Tensor, "B"]  # streams cached before; new stream i attends to the slots up to used + i
-    added: Int[Tensor, "B"]  # new streams that are kept
-    unread: int  # the slot that is never read
-    key_bias: Float[Tensor, "B S"] | None
-
-
-def embed_next(model: Thoughtbubbles, ids: Int[Tensor, "B"]) -> Streams:
-    """One token per row: its original, or its copies."""
-    x = model.embedding(ids)[:, None].repeat(1, model.config.copies, 1)
-    token = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
-    return Streams(x, torch.zeros_like(token, dtype=accumulation_dtype(x.dtype)), token)
-
-
-def enter(
-    config: ModelConfig,
-    fork: nn.Module | None,
-    streams: Streams,
-    cache: Cache,
-    index: int,
-    active: Bool[Tensor, "B"],
-    width: int | None,
-) -> tuple[Streams, View, Int[Tensor, "B"]]:
-    """Enters span `index`, through its fork layer if it has one. Also returns how many streams the span then has.
-
-    Caches log scores, tokens and levels of the new streams; each block then caches their keys and values.
-    """
-    span, n_tokens = cache.spans[index], cache.n_tokens
-    if fork is not None:
-        assert span.level is not None
-        n_earlier = 2 * (n_tokens if index == 0 else cache.spans[index - 1].used)
-        most = 2 * streams.token.shape[1]
-        rule = NextToken(span.level, n_earlier, span.used, cache.next_cap(), most if width is None else width)
-        added = 2 * (streams.token == 0).sum(1) * active
-        streams, record = fork(streams, n_earlier, n_tokens=1, rule=rule)
-        _append(span.level, n_earlier, added, record.level)  # of dropped candidates too
-        streams = _trimmed(streams) if width is None else streams
-    added = (streams.token == 0).sum(1) * active
-    _append(span.log_score, span.used, added, streams.log_score)
-    _append(span.token, span.used, added, n_tokens[:, None].expand_as(streams.token))
-    own = torch.arange(streams.token.shape[1], device=active.device)
-    position = positions(streams.token, find_bubbles(streams.token, 1), streams.log_score.dtype) + n_tokens[:, None]
-    view = View(
-        layout=layout_at(position, None if fork is None else streams.log_score, config),
-        place=torch.where(own < added[:, None], span.used[:, None] + own, span.token.shape[1] - 1),
-        used=span.used,
-        added=added,
-        unread=span.token.shape[1] - 1,
-        key_bias=None if fork is None else attenuation(span.log_score, config)[0],
-    )
-    return streams, view, span.used + added
-
-
-def _append(storage: Tensor, begin: Int[Tensor, "B"], n: Int[Tensor, "B"], values: Tensor) -> None:
-    """Writes the first n values of each row into its slots from `begin` on."""
-    index = torch.arange(storage.shape[1], device=storage.device) - begin[:, None]
-    inside = (index >= 0) & (index < n[:, None])
-    new = values.to(storage.dtype).gather(1, index.clamp(0, values.shape[1] - 1))
-    storage.copy_(torch.where(inside, new, storage))
-
-
-def run_blocks(
-    blocks: Sequence[nn.Module], x: Float[Tensor, "B W D"], span: Span, view: View, seen: int
-) -> Float[Tensor, "B W D"]:
-    """Runs the blocks of a span over its first `seen` slots."""
-    slot, own = (torch.arange(n, device=x.device) for n in (seen, x.shape[1]))
-    visible = slot <= view.used[:, None, None, None] + own[:, None]
-    bias = torch.zeros_like(span.log_score) if view.key_bias is None else view.key_bias
-    mask = torch.where(visible, bias[:, None, None, :seen], -math.inf)
-    residual = Residual(x)
-    for block, key, value in zip(blocks, span.key, span.value, strict=True):
-        residual = block(residual, view.layout, cached_attention(key, value, view.place, mask))
-    return residual.total(view.layout.gate)
-
-
-def cached_attention(
-    key: Float[Tensor, "B N S H"],
-    value: Float[Tensor, "B N S H"],
-    place: Int[Tensor, "B W"],
-    mask: Float[Tensor, "B 1 W n"],
-) -> AttentionPath:
-    """Caches the new streams' keys and values, then attends over the first n slots; `mask` is added to the logits."""
-
-    def path(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        index = place[:, None, :, None].expand_as(k)
-        key.scatter_(2, index, k.to(key.dtype))
-        value.scatter_(2, index, gated(v, layout).to(value.dtype))
-        with torch.autocast(q.device.type, enabled=False):
-            keys, values = (at_least_float32(kept[:, :, : mask.shape[-1]]) for kept in (key, value))
-            return F.scaled_dot_product_attention(at_least_float32(q), keys, values, attn_mask=mask).to(v.dtype)
-
-    return path
-
-
-def next_logits(model: Thoughtbubbles, streams: Streams) -> Float[Tensor, "B V"]:
-    return head.logits(model.rows_to_decode(streams, 1), model.embedding.weight)[:, 0]
-
-
-class Parts(NamedTuple):
-    """The parts of a step, which faster ones can replace."""
-
-    enter: Callable[..., tuple[Streams, View, Tensor]] = enter
-    blocks: Callable[[Sequence[nn.Module], Tensor, Span, View, int], Tensor] = run_blocks
-    logits: Callable[[Thoughtbubbles, Streams], Tensor] = next_logits
-
-
-PLAIN = Parts()
-
-
-@torch.no_grad()
-def advance(
-    model: Thoughtbubbles,
-    cache: Cache,
-    ids: Int[Tensor, "B"],
-    active: Bool[Tensor, "B"],
-    *,
-    widths: Sequence[int] | None = None,
-    parts: Parts = PLAIN,
-) -> tuple[Prediction, Cache]:
-    """`decode_step` after input validation. The largest bubble of the batch sets a step's width.
-
-    With `widths`, one per span, no tensor value is read: every shape is known in advance.
-    """
-    streams, spans = embed_next(model, ids), []
-    for index, (start, span) in enumerate(zip(sorted({0, *model.config.fork_layers}), cache.spans, strict=True)):
-        fork = None if span.level is None else model.forks[str(start)]
-        width = None if widths is None else widths[index]
-        streams, view, used = parts.enter(model.config, fork, streams, cache, index, active, width)
-        seen = span.token.shape[1] if widths else min(span.token.shape[1], int(used.max()))
-        blocks = list(model.blocks)[start : start + span.key.shape[0]]
-        x = parts.blocks(blocks, streams.x, span, view, seen)
-        streams = Streams(x, streams.log_score, streams.token)
-        spans.append(Span(span.key, span.value, span.log_score, span.token, used, span.level))
-    after = Cache(tuple(spans), cache.n_tokens + active, cache.numerator, cache.denominator, cache.capacity)
-    return Prediction(parts.logits(model, streams), (streams.token == 0).sum(1)), after
-
-
-def _trimmed(streams: Streams) -> Streams:
-    """Cuts off the slots beyond the largest bubble of the batch."""
-    width = int((streams.token == 0).sum(1).max())
-    return Streams(streams.x[:, :width], streams.log_score[:, :width], streams.token[:, :width])

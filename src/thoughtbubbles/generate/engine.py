@@ -24,7 +24,6 @@ from torch import Tensor
 
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.generate.cache import CacheMemory
-from thoughtbubbles.generate.decode import Prediction
 from thoughtbubbles.generate.jobs import (
     ActiveRequest,
     Completion,
@@ -37,6 +36,7 @@ from thoughtbubbles.generate.jobs import (
     find_method,
     n_ids,
 )
+from thoughtbubbles.generate.prediction import Prediction
 from thoughtbubbles.generate.readers import Cached, Reader, Reading, Uncached
 from thoughtbubbles.generate.sample import BatchSampling, Draws, Picked, pick
 from thoughtbubbles.generate.scheduler import QueueFull as QueueFull

@@ -22,8 +22,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from thoughtbubbles.generate.cache import Cache, Span
-from thoughtbubbles.generate.decode import Likeliest, Parts, Prediction, View, advance, enter, next_logits, run_blocks
 from thoughtbubbles.generate.fast_blocks import fast_blocks, has_kernels
+from thoughtbubbles.generate.prediction import Likeliest, Prediction
+from thoughtbubbles.generate.step import Parts, View, advance, enter, next_logits, run_blocks
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.layout import Layout
@@ -67,9 +68,7 @@ def unpack_streams(x: Tensor, packing: Packing) -> Tensor:
     return x[packing.slot].unflatten(0, (packing.first.shape[0], -1))
 
 
-def run_packed(
-    blocks: Sequence[Any], x: Tensor, span: Span, view: View, seen: int, *, size: int | None = None
-) -> Tensor:
+def run_packed(blocks: Sequence[Any], x: Tensor, span: Span, view: View, *, size: int | None = None) -> Tensor:
     """`run_blocks` on the kernels of kernels/decode.py, which read only the used slots.
 
     size  packed streams; None: with gaps

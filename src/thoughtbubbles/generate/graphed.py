@@ -6,8 +6,8 @@ from torch import Tensor
 
 from thoughtbubbles.generate.cache import cache_memory
 from thoughtbubbles.generate.chunk_blocks import ChunkGraphs
-from thoughtbubbles.generate.decode import Prediction
 from thoughtbubbles.generate.graph import GraphStep
+from thoughtbubbles.generate.prediction import Prediction
 from thoughtbubbles.generate.readers import Cached, Reading
 from thoughtbubbles.model.budget import Budget, Number
 from thoughtbubbles.model.transformer import Thoughtbubbles

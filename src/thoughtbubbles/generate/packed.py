@@ -24,8 +24,8 @@ from torch import Tensor
 
 from thoughtbubbles.generate.cache import Cache, Span
 from thoughtbubbles.generate.chunk_blocks import Chunk, RunChunk, run_chunk
-from thoughtbubbles.generate.decode import Prediction
 from thoughtbubbles.generate.fast_blocks import has_kernels
+from thoughtbubbles.generate.prediction import Prediction
 from thoughtbubbles.model import head
 from thoughtbubbles.model.attention import AttentionPath, gated
 from thoughtbubbles.model.block import Residual

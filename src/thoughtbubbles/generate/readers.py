@@ -9,9 +9,10 @@ import torch
 
 from thoughtbubbles.generate.cache import new_cache
 from thoughtbubbles.generate.chunk_blocks import RunChunk
-from thoughtbubbles.generate.decode import Prediction, predict_uncached
+from thoughtbubbles.generate.decode import predict_uncached
 from thoughtbubbles.generate.packed import Batch, read
 from thoughtbubbles.generate.padding import padded
+from thoughtbubbles.generate.prediction import Prediction
 from thoughtbubbles.model.budget import Budget, Number
 from thoughtbubbles.model.config import BudgetMode
 from thoughtbubbles.model.transformer import Thoughtbubbles
