@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from generate.completions import by_hand
 from helpers import lively_model, small_config
 from thoughtbubbles.data.tokenizer import tokenizer
-from thoughtbubbles.generate.engine import Engine, Handle, QueueFull
+from thoughtbubbles.generate.engine import Engine, QueueFull
+from thoughtbubbles.generate.handle import Handle
 from thoughtbubbles.generate.requests import Completion, Request, generate
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.model.transformer import Thoughtbubbles

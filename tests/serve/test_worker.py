@@ -17,7 +17,7 @@ if any(find_spec(name) is None for name in ("fastapi", "uvicorn", "prometheus_cl
 
 from serving import NAME, Running, until
 
-from thoughtbubbles.generate.engine import Event
+from thoughtbubbles.generate.handle import Event
 from thoughtbubbles.generate.jobs import Request
 from thoughtbubbles.serve.worker import MOST_FAILED, WorkerClosed
 

@@ -13,7 +13,6 @@ Draws depend on seed and place in the text. So what a request gets does not depe
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, count
@@ -24,13 +23,12 @@ from torch import Tensor
 
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.generate.cache import CacheMemory
+from thoughtbubbles.generate.handle import Drawn, Event, Handle, Scored
 from thoughtbubbles.generate.jobs import (
     ActiveRequest,
-    Completion,
     Finish,
     Method,
     Request,
-    Token,
     budget_problem,
     check,
     find_method,
@@ -38,9 +36,9 @@ from thoughtbubbles.generate.jobs import (
 )
 from thoughtbubbles.generate.prediction import Prediction
 from thoughtbubbles.generate.readers import Cached, Reader, Reading, Uncached
-from thoughtbubbles.generate.sample import BatchSampling, Draws, Picked, pick
+from thoughtbubbles.generate.sample import BatchSampling, Draws, Picked, Transfer, pick
 from thoughtbubbles.generate.scheduler import QueueFull as QueueFull
-from thoughtbubbles.generate.scheduler import Scheduler, Work
+from thoughtbubbles.generate.scheduler import Scheduler
 from thoughtbubbles.model.budget import Budget, Number, brief
 from thoughtbubbles.model.config import BudgetMode, ModelConfig, is_number, is_whole
 from thoughtbubbles.model.streams import at_least_float32
@@ -59,84 +57,6 @@ class Stats(NamedTuple):
     tokens_shared: int  # of prompts, copied from another row
     tokens_generated: int
     streams: int  # of the bubbles that predicted the generated tokens
-
-
-class Event(NamedTuple):
-    """Something new of a request: a token, or None if it ended without one (see `completion.finish`)."""
-
-    handle: "Handle"
-    token: Token | None
-
-
-class Drawn(NamedTuple):
-    handle: "Handle"
-    id: int
-    log_prob: float
-    top: tuple[tuple[int, float], ...]
-    streams: int
-
-
-class Scored(NamedTuple):
-    """A token of a prompt whose log-probability is asked for."""
-
-    handle: "Handle"
-    place: int  # the packed token that predicts it
-    token: int
-
-
-class Handle(Work):
-    """A submitted request. Iterating over it yields its tokens; it runs the engine while it has none."""
-
-    def __init__(self, engine: "Engine", job: ActiveRequest, *, deadline: float = math.inf):
-        scored = job.request.score_prompt  # needs the predictions of all its tokens, which the cache does not have
-        super().__init__(job.prompt, Budget.of(job.budget), deadline=deadline, can_share=not scored)
-        self.completion = Completion(text="" if job.text is not None else None)
-        if scored:
-            self.completion.prompt_log_probs, self.completion.prompt_top = [None], [()]
-        self.job = job
-        self.exception: Exception | None = None  # what went wrong, if the finish is "error"
-        self._engine = engine
-        self._fresh: deque[Token] = deque()
-        self._seen: Tensor | None = None  # ids of the text so far, for the repetition penalty
-
-    @property
-    def number(self) -> int:
-        return self.job.number
-
-    @property
-    def is_finished(self) -> bool:
-        return self.completion.finish is not None
-
-    def cancel(self) -> None:
-        """From any thread. The row is free before the next step."""
-        self._engine._scheduler.cancel(self)
-
-    def __iter__(self) -> Iterator[Token]:
-        while self._fresh or not self.is_finished:
-            if self._fresh:
-                yield self._fresh.popleft()
-            else:
-                self._engine.step()
-
-    def result(self) -> Completion:
-        """Runs the engine until the request is finished."""
-        while not self.is_finished:
-            self._engine.step()
-        return self.completion
-
-    def add(self, token: Token) -> None:
-        self.next = token.id
-        if self._seen is not None:
-            self._seen[token.id] = True
-        self.completion.add(token, with_text=self.job.text is not None)
-        self._fresh.append(token)
-
-    def seen(self, vocab_size: int, device: torch.device) -> Tensor:
-        """Which tokens the text has already."""
-        if self._seen is None:
-            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self._seen[torch.tensor([*self.prompt, *self.completion.ids], device=device)] = True
-        return self._seen
 
 
 class Engine:
@@ -243,6 +163,10 @@ class Engine:
             )
         return job
 
+    def cancel(self, handle: Handle) -> None:
+        """From any thread. The row is free before the next step."""
+        self._scheduler.cancel(handle)
+
     @property
     def is_idle(self) -> bool:
         return self._scheduler.is_idle
@@ -311,7 +235,7 @@ class Engine:
             *(self._take(each) for each in drawn if each.handle not in wrong),
         ]
 
-    def _draw(self, handles: list[Handle], prediction: Prediction) -> list["Drawn"]:
+    def _draw(self, handles: list[Handle], prediction: Prediction) -> list[Drawn]:
         """The next token of each row whose prompt is read."""
         if not handles:
             return []
@@ -351,7 +275,7 @@ class Engine:
             draws = self._draws([(handle.job.request.sampling.seed, handle.job.n_new) for handle in handles])
         return pick(prediction.logits, settings, draws, n_ids=self._n_ids, seen=seen, n_top=n_top)
 
-    def _take(self, drawn: "Drawn") -> Event:
+    def _take(self, drawn: Drawn) -> Event:
         handle = drawn.handle
         token = handle.job.take(drawn.id, drawn.log_prob, drawn.top, drawn.streams)
         self._generated += 1
@@ -393,21 +317,6 @@ def _scored(plan: Sequence[tuple[Handle, int]]) -> list[Scored]:
             found += [Scored(handle, first + i, token) for i, token in enumerate(predicted)]
         first += n
     return found
-
-
-class Transfer:
-    """Brings a tensor to the host; a GPU can go on with other work in the meantime."""
-
-    def __init__(self, tensor: Tensor):
-        self._tensor = tensor.to("cpu", non_blocking=True)
-        self._event = torch.cuda.Event() if tensor.is_cuda else None
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> Tensor:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._tensor
 
 
 def _packed(picked: Picked, streams: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from thoughtbubbles.data.tokenizer import Tokenizer
-from thoughtbubbles.generate.engine import Engine, Event, check_compiled
+from thoughtbubbles.generate.engine import Engine, check_compiled
+from thoughtbubbles.generate.handle import Event
 from thoughtbubbles.generate.jobs import (
     ActiveRequest,
     Completion,

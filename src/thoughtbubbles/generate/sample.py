@@ -183,6 +183,21 @@ def _drawn(logits: Float[Tensor, "B V"], draw: Float[Tensor, "B"]) -> Int[Tensor
     return torch.searchsorted(running, aim, right=True).clamp(max=logits.shape[1] - 1)  # for NaN
 
 
+class Transfer:
+    """Brings a tensor to the host; a GPU can go on with other work in the meantime."""
+
+    def __init__(self, tensor: Tensor):
+        self._tensor = tensor.to("cpu", non_blocking=True)
+        self._event = torch.cuda.Event() if tensor.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor
+
+
 class Draws:
     """The random numbers of a batch. While it stays the same, those of its next steps are sent to the device together:
     each time some are sent, a GPU first finishes its work."""

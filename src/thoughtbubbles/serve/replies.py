@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from thoughtbubbles.data.tokenizer import Tokenizer
-from thoughtbubbles.generate.engine import Handle
+from thoughtbubbles.generate.handle import Handle
 from thoughtbubbles.generate.jobs import Finish
 from thoughtbubbles.serve.worker import NewToken
 

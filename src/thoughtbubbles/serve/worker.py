@@ -20,7 +20,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from thoughtbubbles.generate.cache import cache_memory
-from thoughtbubbles.generate.engine import Engine, Event, Handle, QueueFull
+from thoughtbubbles.generate.engine import Engine, QueueFull
+from thoughtbubbles.generate.handle import Event, Handle
 from thoughtbubbles.generate.jobs import Finish, Request, Token
 from thoughtbubbles.serve.metrics import Metrics
 
