@@ -117,7 +117,7 @@ def engine_times(model: Thoughtbubbles, rows: int) -> dict[str, Any]:
         prompt = [random.randrange(min(50257, model.config.vocab_size)) for _ in range(n)]
         return Request(prompt=prompt, sampling=Sampling(temperature=0), max_new=new)
 
-    engine = Engine(model, rows=rows, chunk=1024, max_budget=model.config.budget, capacity=512, compiled=True)
+    engine = Engine(model, rows=rows, max_budget=model.config.budget, capacity=512, compiled=True)
     engine.warm_up()
     for _ in range(rows):
         engine.submit(request())

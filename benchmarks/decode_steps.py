@@ -12,7 +12,7 @@ from torch import Tensor
 from thoughtbubbles import kernels
 from thoughtbubbles.generate.cache import cache_memory, new_cache
 from thoughtbubbles.generate.decode import decode_step, prefill
-from thoughtbubbles.generate.graph import GraphStep
+from thoughtbubbles.generate.graph import GraphStep, mean_streams
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -80,7 +80,7 @@ def started(model: Thoughtbubbles, ids: Tensor) -> tuple[GraphStep, dict[str, An
 
 def streams_of(model: Thoughtbubbles, rows: int) -> float:
     """Of one token of every row, in the mean."""
-    return rows * float(Budget.of(model.config.budget).largest) if model.config.fork_layers else rows
+    return rows * mean_streams(model.config, Budget.of(model.config.budget))
 
 
 def refill(step: GraphStep, model: Thoughtbubbles, ids: Tensor) -> None:

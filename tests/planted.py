@@ -120,15 +120,9 @@ FAULTS = [
         OPTIM,
     ),
     Fault("kernels/adamw.py", "if self._sizes is None or places != self._places:", "if self._sizes is None:", OPTIM),
-    Fault(
-        "kernels/decode.py",
-        "values, summed * fade[:, None])",
-        "values, summed)",
-        GRAPH,
-    ),
+    Fault("kernels/chunk.py", "values, summed * fade[:, None])", "values, summed)", GRAPH),
     Fault("kernels/decode.py", "total = total * fade + parts * weight", "total = total + parts * weight", GRAPH),
     Fault("generate/graph.py", "row * width + packed - first[row]", "row * width", GRAPH),
-    Fault("generate/graph.py", "place.minimum(last)", "place", GRAPH),
     Fault(
         "kernels/decode.py",
         "(w[None, :] <= w[:, None]) & real[None, :]",

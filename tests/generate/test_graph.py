@@ -13,8 +13,9 @@ import torch
 
 from helpers import BFLOAT16, SAME_FUNCTION_FLOAT32, SAME_ROW, lively_model, random_ids, small_config
 from thoughtbubbles.generate.decode import decode_step, prefill
-from thoughtbubbles.generate.graph import packed_sizes, widths_within
+from thoughtbubbles.generate.graph import mean_streams, packed_sizes, widths_within
 from thoughtbubbles.generate.step import advance
+from thoughtbubbles.model.budget import Budget
 
 TESTS = Path(__file__).parents[1]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -48,6 +49,12 @@ def test_widths_are_powers_of_two_within_the_budget(changes, most, expected):
 )
 def test_graphs_have_room_for_all_rows_or_for_half_of_them_and_so_on(mean, largest, expected):
     assert packed_sizes(mean, largest) == expected
+
+
+def test_a_model_without_fork_layers_has_as_many_streams_as_copies():
+    assert mean_streams(small_config(fork_layers=(), copies=3, merge="original"), Budget.of(2)) == 3
+    assert mean_streams(small_config(fork_layers=(1, 2)), Budget.of("3/2")) == 1.5
+    assert mean_streams(small_config(fork_layers=(1, 2)), Budget.of(9)) == 4
 
 
 @pytest.mark.parametrize("forks", [(1, 2, 3), (0, 2), ()])
@@ -121,9 +128,10 @@ def test_the_kernel_of_chunks_gives_what_rows_one_by_one_give(case):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.slow
-def test_an_engine_on_kernels_gives_what_one_without_them_gives():
+@pytest.mark.parametrize("rows", ["few", "many"])
+def test_an_engine_on_kernels_gives_what_one_without_them_gives(rows):
     """Also where the streams of a step have no room, and it is repeated with more."""
-    found = probe("kernels/engine_probe.py", TRITON_INTERPRET="1")
+    found = probe("kernels/engine_probe.py", rows, TRITON_INTERPRET="1")
     assert all(found["same"])
     assert found["log_prob"] < SAME_FUNCTION_FLOAT32
     assert found["repeated"] > 0

@@ -52,6 +52,8 @@ def test_tokens_are_read_while_the_host_is_busy():
     """A step per token: what is read ahead is not read again. The last token of a text is never read."""
     engine, step = compiled(rows=2)
     handle = engine.submit(Request(prompt=ids(0, 3), max_new=6, sampling=GREEDY))
+    engine.step()
+    assert len(step.replayed) == 1, "the first token is not read yet"
     assert handle.result().ids == alone(Request(prompt=ids(0, 3), max_new=6, sampling=GREEDY)).ids
     assert len(step.replayed) == 5
 
@@ -69,6 +71,46 @@ def test_a_row_that_was_read_ahead_in_vain_is_empty_again_for_the_next_text():
     for handle, request in zip(handles, requests, strict=True):
         handle.result()
         check_alone(handle, request)
+
+
+def test_after_a_failure_other_requests_get_what_they_get_alone(monkeypatch):
+    """Such as too little memory for a graph: the requests of that step fail, and nobody else notices."""
+    request = Request(prompt=ids(0, 3), max_new=6, sampling=GREEDY)
+    engine, _ = compiled(rows=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(EagerStep, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        failed = engine.submit(request)
+        assert failed.result().error == "out of memory"
+    again = engine.submit(request)
+    again.result()
+    check_alone(again, request)
+    assert engine.stats().free == 2
+
+
+def test_a_failure_of_what_was_read_ahead_ends_the_rows_that_it_concerns(monkeypatch):
+    """It is noticed when the next request is let in."""
+    engine, step = compiled(rows=3)
+    first = engine.submit(Request(prompt=ids(0, 3), max_new=9, sampling=GREEDY))
+    engine.step()
+    late = engine.submit(Request(prompt=ids(1, 2), max_new=3, sampling=GREEDY))
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "result", lambda: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        engine.step()
+    assert (first.completion.finish, late.completion.finish) == ("error", "error")
+    request = Request(prompt=ids(1, 5), max_new=4, sampling=GREEDY)
+    handle = engine.submit(request)
+    handle.result()
+    check_alone(handle, request)
+
+
+def test_warm_up_makes_all_graphs_and_changes_nothing():
+    engine, step = compiled(rows=2)
+    engine.warm_up()
+    assert sorted(step._captured) == step.sizes
+    request = Request(prompt=ids(0, 3), max_new=6, sampling=GREEDY)
+    handle = engine.submit(request)
+    handle.result()
+    check_alone(handle, request)
 
 
 def test_parts_of_a_reading_are_packed_anew():

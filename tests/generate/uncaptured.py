@@ -34,10 +34,7 @@ class EagerStep(GraphStep):
         return self._step(self.parts(size), size)
 
     def _capture(self, size: int) -> Captured:
-        active = self.active.clone()
-        self.active.zero_()
         found = Uncaptured(self, size)
-        self.active.copy_(active)
         return Captured([found], found.prediction)  # type: ignore[list-item]
 
 

@@ -15,6 +15,7 @@ from thoughtbubbles.generate.cache import Cache, Span
 from thoughtbubbles.generate.fast_blocks import fast_blocks
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.layout import Layout, attenuation
+from thoughtbubbles.model.transformer import Thoughtbubbles
 
 SMALLEST, LARGEST = 64, 4096  # packed streams of a graph; the kernels of more take longer than their launch
 
@@ -81,7 +82,7 @@ class Captured(NamedTuple):
 
 
 class ChunkGraphs:
-    """`run_chunk` as graphs, which are made when they are first needed, over a cache that stays where it is."""
+    """`run_chunk` as graphs over a cache that stays where it is. They are made when they are first needed."""
 
     def __init__(self, config: ModelConfig, cache: Cache):
         self.config, self.cache = config, cache
@@ -96,9 +97,7 @@ class ChunkGraphs:
             return run_chunk(self.config, blocks, x, chunk)
         size = max(SMALLEST, 1 << (m - 1).bit_length())
         of_span = next(i for i, span in enumerate(self.cache.spans) if span.key is chunk.span.key)
-        if (of_span, size) not in self._captured:
-            self._captured[of_span, size] = self._capture(blocks, flat, chunk.span, size)
-        captured = self._captured[of_span, size]
+        captured = self._of(of_span, size, blocks, flat)
         for kept, new in zip(captured.flat, flat, strict=True):
             if kept is not None and new is not None:
                 kept[:m].copy_(new)
@@ -108,6 +107,28 @@ class ChunkGraphs:
         captured.table[: len(table)].copy_(table)
         captured.graph.replay()
         return captured.out[:m].clone()
+
+    def warm_up(self, model: Thoughtbubbles) -> None:
+        """Makes all graphs."""
+        weight, config = model.embedding.weight, self.config
+        starts = sorted({0, *config.fork_layers})
+        for index, (start, span) in enumerate(zip(starts, self.cache.spans, strict=True)):
+            angle = span.log_score.new_zeros(1, config.head_size // 2)
+            score = span.log_score.new_zeros(1) if span.level is not None else None
+            gates = score if config.gate_v else None, score if config.gate_residual else None
+            place = span.used.new_zeros(1)
+            like = Flat(weight.new_zeros(1, config.width), angle, angle, *gates, place, place)
+            size = SMALLEST
+            while size <= LARGEST:
+                self._of(index, size, list(model.blocks[start : start + span.key.shape[0]]), like)
+                size *= 2
+
+    def _of(self, index: int, size: int, blocks: Sequence[Any], like: Flat) -> Captured:
+        """The graph of a span for so many streams."""
+        if (index, size) not in self._captured:
+            with torch.cuda.device_of(like.x):
+                self._captured[index, size] = self._capture(blocks, like, self.cache.spans[index], size)
+        return self._captured[index, size]
 
     def _capture(self, blocks: Sequence[Any], like: Flat, span: Span, size: int) -> Captured:
         from thoughtbubbles.kernels.chunk import CHUNK

@@ -137,7 +137,9 @@ def decode_step(
     after = cache.with_own_counts()
     rows = active.nonzero()[:, 0]
     if not len(rows):
-        return Prediction(ids.new_zeros(len(ids), model.config.vocab_size, dtype=torch.float32), ids), after
+        return Prediction(
+            ids.new_zeros(len(ids), model.config.vocab_size, dtype=torch.float32), torch.zeros_like(ids)
+        ), after
     batch = Batch.of(rows.tolist(), [1] * len(rows), device=ids.device)
     prediction = read(model, after, ids[rows].long(), batch)
     if len(rows) < cache.rows:

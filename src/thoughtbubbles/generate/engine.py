@@ -44,7 +44,7 @@ from thoughtbubbles.model.config import BudgetMode, ModelConfig, is_number, is_w
 from thoughtbubbles.model.streams import at_least_float32
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-ROWS, CHUNK, GATHER = 32, 64, 16
+ROWS, CHUNK, COMPILED_CHUNK, GATHER = 32, 64, 512, 16
 MAX_BUDGET = 4
 
 
@@ -63,7 +63,8 @@ class Engine:
     """Generates for many requests at the same time, each with its own budget and sampling.
 
     rows         requests that are worked on at the same time; others wait
-    chunk        tokens of prompts that are read per step
+    chunk        tokens of prompts that are read per step, and the unit in which prompts share their beginnings. By
+                 default 64, and 512 with `compiled`, where a chunk takes longer than a step
     waiting      how many requests may wait; None: any number. Beyond it `submit` raises QueueFull
     max_budget   the largest budget of a request, which sets the memory of a row. By default 4, or the model's own
     capacity     the most tokens of a row; by default the context length (`block_size`)
@@ -81,7 +82,7 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         rows: int = ROWS,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         waiting: int | None = None,
         max_budget: Number | None = None,
         capacity: int | None = None,
@@ -95,6 +96,7 @@ class Engine:
             least = 0 if name == "waiting" else 1
             if value is not None and (not is_whole(value) or value < least):
                 raise ValueError(f"{name} = {brief(value)}: give a whole number of {least} or more")
+        chunk = (COMPILED_CHUNK if compiled is True else CHUNK) if chunk is None else chunk
         self.model, self.tokenizer, self.device = model, tokenizer, model.embedding.weight.device
         self.rows, self.waiting = rows, waiting
         self.capacity = config.block_size if capacity is None else min(capacity, config.block_size)
@@ -187,7 +189,7 @@ class Engine:
         from thoughtbubbles.generate.graphed import Graphed
 
         if isinstance(self._reader, Graphed):
-            self._reader.warm_up(self._scheduler.chunk)
+            self._reader.warm_up()
 
     def memory(self) -> CacheMemory | None:
         """Of the cache, now; None without one."""
@@ -197,8 +199,11 @@ class Engine:
         """Frees the rows of cancelled and late requests, lets waiting ones in, reads one batch, and draws tokens."""
         expired = self._scheduler.expired()
         events = [self._end(handle, "cancelled" if handle.is_cancelled else "timeout") for handle in expired]
-        for handle in self._scheduler.admit():
-            self._reader.open(handle.own_row, handle.job.budget)
+        try:
+            for handle in self._scheduler.admit():
+                self._reader.open(handle.own_row, handle.job.budget)
+        except RuntimeError as error:  # of a step that was read ahead: all rows are lost
+            return events + [self._fail(handle, error) for handle in list(self._scheduler.live)]
         plan = self._scheduler.plan()
         return events + self._advance(plan) if plan else events
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -25,6 +26,11 @@ def fast_blocks(
     blocks: Sequence[Any], x: Float[Tensor, "M D"], span: Span, gate: Float[Tensor, "M"] | None, attend: Attend
 ) -> Float[Tensor, "M D"]:
     """`attend(qkv, key, value)` gives the heads' outputs of a block, over its part of the cache."""
+    with torch.cuda.device_of(x):  # kernels launch on the current GPU
+        return _run(blocks, x, span, gate, attend)
+
+
+def _run(blocks: Sequence[Any], x: Tensor, span: Span, gate: Tensor | None, attend: Attend) -> Tensor:
     from thoughtbubbles.kernels.decode import add_norm, linear, partial_linear
 
     parts, bias = None, blocks[0].mlp.down.bias

@@ -150,8 +150,8 @@ def compiled() -> Compiled:
 
 
 class Captured(NamedTuple):
-    """A step is split into one graph per span: a long graph takes a while to launch, and this way the later ones are
-    launched while the first runs."""
+    """A step is split into one graph per span, and one for the head: a long graph takes a while to launch, and this way
+    the later ones are launched while the first runs."""
 
     graphs: list[torch.cuda.CUDAGraph]
     prediction: Prediction
@@ -177,7 +177,7 @@ class GraphStep:
                 f"and beyond {WIDEST} that takes far longer than a token needs: decode without compiling"
             )
         self.on_kernels = has_kernels(model)
-        mean = min(float(budget.largest), max(self.widths)) * cache.rows
+        mean = cache.rows * mean_streams(model.config, budget)
         self.sizes = packed_sizes(mean, self.largest) if self.on_kernels else [self.largest]
         self.ids = torch.zeros_like(cache.n_tokens)
         self.active = torch.zeros_like(cache.n_tokens, dtype=torch.bool)
@@ -216,7 +216,13 @@ class GraphStep:
     def captured(self, size: int) -> Captured:
         """The graphs for this many packed streams; they are made when they are first needed."""
         if size not in self._captured:
-            self._captured[size] = self._capture(size)
+            active = self.active.clone()
+            self.active.zero_()  # then a step changes nothing
+            try:
+                with torch.cuda.device_of(self.ids):
+                    self._captured[size] = self._capture(size)
+            finally:
+                self.active.copy_(active)
         return self._captured[size]
 
     def parts(self, size: int) -> Parts:
@@ -224,8 +230,6 @@ class GraphStep:
         return Parts(compiled().enter, blocks, compiled().logits)
 
     def _capture(self, size: int) -> Captured:
-        active = self.active.clone()
-        self.active.zero_()  # then a step changes nothing
         graphs: list[torch.cuda.CUDAGraph] = []
         self._pool = self._pool or torch.cuda.graph_pool_handle()
 
@@ -255,7 +259,6 @@ class GraphStep:
             finally:
                 graphs[-1].capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        self.active.copy_(active)
         return Captured(graphs, prediction)
 
     def _step(self, parts: Parts, size: int) -> Prediction:
@@ -285,6 +288,11 @@ def packed_sizes(mean: int | float, largest: int) -> list[int]:
         sizes.append(-(-size // 16) * 16)
         size *= 2
     return [size for size in sizes if size < largest] + [largest]
+
+
+def mean_streams(config: ModelConfig, budget: Budget) -> float:
+    """Of a token, at most."""
+    return min(float(budget.largest), float(config.max_bubble)) if config.fork_layers else float(config.copies)
 
 
 def most_streams(budget: Budget, capacity: int) -> int:

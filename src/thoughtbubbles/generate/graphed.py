@@ -6,7 +6,7 @@ from torch import Tensor
 
 from thoughtbubbles.generate.cache import cache_memory
 from thoughtbubbles.generate.chunk_blocks import ChunkGraphs
-from thoughtbubbles.generate.graph import GraphStep
+from thoughtbubbles.generate.graph import GraphStep, mean_streams
 from thoughtbubbles.generate.prediction import Prediction
 from thoughtbubbles.generate.readers import Cached, Reading
 from thoughtbubbles.model.budget import Budget, Number
@@ -26,32 +26,26 @@ class Graphed(Cached):
         self.step = GraphStep(model, self.cache, budget=budget, n_ids=n_ids)
         if on_gpu and self.step.on_kernels:
             self._run_fast = ChunkGraphs(model.config, self.cache)
-        self._budgets = [0.0] * rows
+        self._streams = [0.0] * rows  # per token, in the mean
         self._ids = torch.zeros(rows, dtype=torch.int64, pin_memory=on_gpu)
         self._active: list[int] = []
         self._index: Tensor | None = None  # of the active rows; None if they are all, in their order
         self._ahead: set[int] | None = None  # the rows that have read their next token already
 
-    def warm_up(self, chunk: int) -> None:
-        """Makes the graphs that steps and chunks can need, so that no request waits for them. All rows are empty."""
+    def warm_up(self) -> None:
+        """Makes all graphs of steps and of chunks, so that no request waits for one of them."""
         for size in self.step.sizes:
             self.step.captured(size)
-        n, rows = min(32, self.capacity), self.cache.rows
-        while n <= min(chunk, rows * self.capacity):
-            lengths = [min(self.capacity, n - first) for first in range(0, n, self.capacity)]
-            for row in range(len(lengths)):
-                self.open(row, self._budget.largest)
-            super().read(Reading([0] * n, list(range(len(lengths))), lengths, [n - 1], longest=max(lengths)))
-            n *= 2
-        for row in range(rows):
-            self.open(row, 1)
+        if isinstance(self._run_fast, ChunkGraphs):
+            self._run_fast.warm_up(self.model)
 
     def open(self, row: int, budget: Number) -> None:
-        if self._ahead is not None:
-            self.step.result()  # its rows must not be changed before
-            self._ahead.discard(row)
+        if self._ahead is not None:  # the cache must not be changed before the step is done
+            ahead, self._ahead = self._ahead, None
+            self.step.result()
+            self._ahead = ahead - {row}
         super().open(row, budget)
-        self._budgets[row] = min(float(Budget.of(budget).largest), self.model.config.max_bubble)
+        self._streams[row] = mean_streams(self.model.config, Budget.of(budget))
 
     def read(self, reading: Reading) -> Prediction:
         of_rows = zip(reading.rows, reading.lengths, strict=True)
@@ -97,16 +91,16 @@ class Graphed(Cached):
         return prediction.at(torch.tensor(rows, dtype=torch.int64, device=prediction.streams.device))
 
     def _launch(self) -> None:
-        self.step.launch(sum(self._budgets[row] for row in self._active))
+        self.step.launch(sum(self._streams[row] for row in self._active))
 
     def _choose(self, rows: list[int]) -> None:
         if rows == self._active:
             return
         index = torch.tensor(rows, device=self.cache.n_tokens.device)
-        self._active = list(rows)
-        self._index = None if rows == list(range(self.cache.rows)) else index
         self.step.active.zero_()
         self.step.active[index] = True
+        self._active = list(rows)
+        self._index = None if rows == list(range(self.cache.rows)) else index
 
 
 def check_fits(need: int, *, free: int, rows: int, capacity: int) -> None:

@@ -190,7 +190,7 @@ class Transfer:
         self._tensor = tensor.to("cpu", non_blocking=True)
         self._event = torch.cuda.Event() if tensor.is_cuda else None
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> Tensor:
         if self._event is not None:

@@ -6,7 +6,7 @@ computes. ops.py registers the operators that models call.
     attention, rotary, norm, gelu, sums    a block, forward and backward
     fork, loss                             the decisions of a fork layer; the mixture loss
     adamw                                  the optimizer step
-    decode                                 a decoding step: blocks on few rows, over a KV cache
+    decode, chunk                          a decoding step: blocks on few rows, over a KV cache; chunks of prompts
 """
 
 from collections.abc import Iterable, Iterator

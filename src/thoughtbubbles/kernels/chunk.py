@@ -34,6 +34,33 @@ NOTHING = tl.constexpr(-1.0e30)  # a masked logit: its weight is exactly 0
 
 
 @triton.jit
+def add_to_softmax(logits, values, most, total, summed):  # type: ignore[no-untyped-def]
+    """A softmax so far (its largest logit, the sum of its weights, and of its weighted values), and more of it."""
+    highest = tl.maximum(most, tl.max(logits, 1))
+    weights = tl.exp(logits - highest[:, None])
+    fade = tl.exp(most - highest)
+    summed = tl.dot(weights.to(values.dtype), values, summed * fade[:, None])
+    return highest, total * fade + tl.sum(weights, 1), summed
+
+
+@triton.jit
+def rotated(x, row, h, c, t, real, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A vector of each row of x, rotated: the channel half a head away is its partner."""
+    own = tl.load(x + row[:, None] + h[None, :], mask=real[:, None], other=0.0).to(tl.float32)
+    partner = tl.load(x + row[:, None] + ((h + H // 2) % H)[None, :], mask=real[:, None], other=0.0).to(tl.float32)
+    return own * c + partner * t
+
+
+@triton.jit
+def angles(cos, sin, stream, h, real, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Cosines, and sines with the sign that a channel's partner has."""
+    at = stream[:, None] * (H // 2) + (h % (H // 2))[None, :]
+    c = tl.load(cos + at, mask=real[:, None], other=1.0)
+    t = tl.load(sin + at, mask=real[:, None], other=0.0)
+    return c, tl.where((h < H // 2)[None, :], -t, t)
+
+
+@triton.jit
 def _store(  # type: ignore[no-untyped-def]
     qkv, cos, sin, value_gate, key, value, row, slot, q, M, S,
     N: tl.constexpr, GATE: tl.constexpr, H: tl.constexpr, BW: tl.constexpr, AHEAD: tl.constexpr,
@@ -42,26 +69,21 @@ def _store(  # type: ignore[no-untyped-def]
     if AHEAD:
         gdc_wait()
         gdc_launch_dependents()
-    head, half = tl.program_id(1), H // 2
+    head = tl.program_id(1)
     stream, h = tl.program_id(0) * BW + tl.arange(0, BW), tl.arange(0, H)
-    real = (stream < M)[:, None]
-    angle = stream[:, None] * half + (h % half)[None, :]
-    c = tl.load(cos + angle, mask=real, other=1.0)
-    t = tl.load(sin + angle, mask=real, other=0.0) * tl.where(h < half, -1.0, 1.0)[None, :]
-    own = qkv + (stream * 3 * N + head)[:, None] * H + h[None, :]
-    partner = qkv + (stream * 3 * N + head)[:, None] * H + ((h + half) % H)[None, :]
-    queries = tl.load(own, mask=real, other=0.0).to(tl.float32) * c
-    queries += tl.load(partner, mask=real, other=0.0).to(tl.float32) * t
-    tl.store(q + (stream * N + head)[:, None] * H + h[None, :], queries.to(q.dtype.element_ty), mask=real)
-    keys = tl.load(own + N * H, mask=real, other=0.0).to(tl.float32) * c
-    keys += tl.load(partner + N * H, mask=real, other=0.0).to(tl.float32) * t
-    values = tl.load(own + 2 * N * H, mask=real, other=0.0)
+    real = stream < M
+    c, t = angles(cos, sin, stream, h, real, H)
+    of_stream = (stream * 3 * N + head) * H
+    queries = rotated(qkv, of_stream, h, c, t, real, H)
+    tl.store(q + (stream * N + head)[:, None] * H + h[None, :], queries.to(q.dtype.element_ty), mask=real[:, None])
+    keys = rotated(qkv + N * H, of_stream, h, c, t, real, H)
+    values = tl.load(qkv + 2 * N * H + of_stream[:, None] + h[None, :], mask=real[:, None], other=0.0)
     if GATE:
-        values = values.to(tl.float32) * tl.load(value_gate + stream, mask=stream < M, other=0.0)[:, None]
-    of_row = (tl.load(row + stream, mask=stream < M, other=0).to(tl.int64) * N + head) * S
-    into = (of_row + tl.load(slot + stream, mask=stream < M, other=0))[:, None] * H + h[None, :]
-    tl.store(key + into, keys.to(key.dtype.element_ty), mask=real)
-    tl.store(value + into, values.to(value.dtype.element_ty), mask=real)
+        values = values.to(tl.float32) * tl.load(value_gate + stream, mask=real, other=0.0)[:, None]
+    of_row = (tl.load(row + stream, mask=real, other=0).to(tl.int64) * N + head) * S
+    into = (of_row + tl.load(slot + stream, mask=real, other=0))[:, None] * H + h[None, :]
+    tl.store(key + into, keys.to(key.dtype.element_ty), mask=real[:, None])
+    tl.store(value + into, values.to(value.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
@@ -76,7 +98,6 @@ def _attend(  # type: ignore[no-untyped-def]
     head = tl.program_id(1)
     blocks += tl.program_id(0) * 4
     row, first, n, slot_of_first = tl.load(blocks), tl.load(blocks + 1), tl.load(blocks + 2), tl.load(blocks + 3)
-    dtype: tl.constexpr = key.dtype.element_ty
     w, h, s = tl.arange(0, BW), tl.arange(0, H), tl.arange(0, BS)
     key += (row * N + head).to(tl.int64) * S * H
     value += (row * N + head).to(tl.int64) * S * H
@@ -84,7 +105,7 @@ def _attend(  # type: ignore[no-untyped-def]
     here = (stream * N + head)[:, None] * H + h[None, :]
     queries = tl.load(q + here, mask=real[:, None], other=0.0)
     own = slot_of_first + w
-    end = slot_of_first + n
+    end = tl.where(n > 0, slot_of_first + n, 0)
     most = tl.full((BW,), NOTHING, tl.float32)
     total = tl.zeros((BW,), tl.float32)
     summed = tl.zeros((BW, H), tl.float32)
@@ -97,13 +118,8 @@ def _attend(  # type: ignore[no-untyped-def]
         if BIAS:
             logits += tl.load(key_bias + row * S + slot, mask=there, other=0.0)[None, :]
         logits = tl.where(slot[None, :] <= own[:, None], logits, NOTHING)
-        highest = tl.maximum(most, tl.max(logits, 1))
-        weights = tl.exp(logits - highest[:, None])
-        fade = tl.exp(most - highest)
-        total = total * fade + tl.sum(weights, 1)
         values = tl.load(value + at, mask=there[:, None], other=0.0)
-        summed = tl.dot(weights.to(dtype), values, summed * fade[:, None])
-        most = highest
+        most, total, summed = add_to_softmax(logits, values, most, total, summed)
     tl.store(out + here, (summed / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
 
 

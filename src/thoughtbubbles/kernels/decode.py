@@ -22,13 +22,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from thoughtbubbles.kernels.chunk import NOTHING, add_to_softmax, angles, rotated
 from thoughtbubbles.kernels.launch import ahead
 
 FEW_ROWS = 32  # up to here an extra row costs almost nothing; beyond, the library's matrix products are as fast
 CHANNELS = 256  # of a tile of weights; fewer if the width requires it
 SLOTS, WARPS, STAGES = 64, 4, 3  # cached streams that a program of `attend` reads at a time, and how it loads them
 PROGRAMS = 272  # of `attend`, two per multiprocessor, if there are fewer heads than that
-NOTHING = tl.constexpr(-1.0e30)  # a masked logit: its weight is exactly 0
 
 
 @triton.jit
@@ -106,25 +106,6 @@ def _add_norm(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rotated(x, row, h, c, t, real, H: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A vector of each row of x, rotated: the channel half a head away is its partner."""
-    half: tl.constexpr = H // 2
-    own = tl.load(x + row[:, None] + h[None, :], mask=real[:, None], other=0.0).to(tl.float32)
-    partner = tl.load(x + row[:, None] + ((h + half) % H)[None, :], mask=real[:, None], other=0.0).to(tl.float32)
-    return own * c + partner * t
-
-
-@triton.jit
-def _add(logits, values, most, total, summed):  # type: ignore[no-untyped-def]
-    """A softmax so far (its largest logit, the sum of its weights, and of its weighted values), and more of it."""
-    highest = tl.maximum(most, tl.max(logits, 1))
-    weights = tl.exp(logits - highest[:, None])
-    fade = tl.exp(most - highest)
-    summed = tl.dot(weights.to(values.dtype), values, summed * fade[:, None])
-    return highest, total * fade + tl.sum(weights, 1), summed
-
-
-@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     qkv, cos, sin, value_score, key, value, key_bias, first, count, used, out, stats, arrived, heads, scale, M, S,
     N: tl.constexpr, ROOM: tl.constexpr, BIAS: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr,
@@ -137,7 +118,6 @@ def _attend(  # type: ignore[no-untyped-def]
     """
     bn, part = tl.program_id(0), tl.program_id(1)
     b, head = bn // N, bn % N
-    half: tl.constexpr = H // 2
     dtype: tl.constexpr = key.dtype.element_ty
     w, h, s = tl.arange(0, BW), tl.arange(0, H), tl.arange(0, BS)
     n, begin_of_row = tl.load(count + b).to(tl.int32), tl.load(first + b).to(tl.int32)
@@ -160,11 +140,8 @@ def _attend(  # type: ignore[no-untyped-def]
     stream = begin_of_row + w
     real = (w < n) & (stream < M)
     row = stream * 3 * N * H + head * H
-    angle = stream[:, None] * half + (h % half)[None, :]
-    c = tl.load(cos + angle, mask=real[:, None], other=1.0)
-    t = tl.load(sin + angle, mask=real[:, None], other=0.0)
-    t = tl.where((h < half)[None, :], -t, t)
-    q = _rotated(qkv, row, h, c, t, real, H).to(dtype)
+    c, t = angles(cos, sin, stream, h, real, H)
+    q = rotated(qkv, row, h, c, t, real, H).to(dtype)
 
     most = tl.full((BW,), NOTHING, tl.float32)
     total = tl.zeros((BW,), tl.float32)
@@ -172,7 +149,7 @@ def _attend(  # type: ignore[no-untyped-def]
     if ONCE:
         bias = tl.load(key_bias + b * S + slot, mask=here, other=0.0) if BIAS else 0.0 * slot
         logits = tl.where(here[None, :], tl.dot(q, tl.trans(keys)) * scale + bias[None, :], NOTHING)
-        most, total, summed = _add(logits, values, most, total, summed)
+        most, total, summed = add_to_softmax(logits, values, most, total, summed)
     else:
         for start in tl.range(begin, end, BS, num_stages=STAGES):
             slot = start + s
@@ -182,9 +159,9 @@ def _attend(  # type: ignore[no-untyped-def]
             bias = tl.load(key_bias + b * S + slot, mask=here, other=0.0) if BIAS else 0.0 * slot
             logits = tl.where(here[None, :], tl.dot(q, tl.trans(keys)) * scale + bias[None, :], NOTHING)
             values = tl.load(value + at, mask=here[:, None], other=0.0)
-            most, total, summed = _add(logits, values, most, total, summed)
+            most, total, summed = add_to_softmax(logits, values, most, total, summed)
     if part == PARTS - 1:
-        new_k = _rotated(qkv + N * H, row, h, c, t, real, H).to(dtype)
+        new_k = rotated(qkv + N * H, row, h, c, t, real, H).to(dtype)
         new_v = tl.load(qkv + 2 * N * H + row[:, None] + h[None, :], mask=real[:, None], other=0.0)
         if VALUE:
             by = tl.load(value_score + stream, mask=real, other=0.0)[:, None]
@@ -195,7 +172,7 @@ def _attend(  # type: ignore[no-untyped-def]
         new_bias = tl.load(key_bias + b * S + kept + w, mask=real, other=0.0) if BIAS else 0.0 * w
         new_logits = tl.dot(q, tl.trans(new_k)) * scale + new_bias[None, :]
         new_logits = tl.where((w[None, :] <= w[:, None]) & real[None, :], new_logits, NOTHING)
-        most, total, summed = _add(new_logits, new_v, most, total, summed)
+        most, total, summed = add_to_softmax(new_logits, new_v, most, total, summed)
     written = (w < tl.maximum(n, ROOM)) & (stream < M)
     into = heads + stream[:, None] * N * H + head * H + h[None, :]
     entry = (stream * N + head) * PARTS
@@ -229,7 +206,7 @@ def _channels(k: int) -> int:
     return math.gcd(k, CHANNELS)
 
 
-class Tile(NamedTuple):
+class Weights(NamedTuple):
     """How `_linear` is cut up: rows of the weights and channels that a program holds at a time, and how it loads."""
 
     rows: int
@@ -238,8 +215,9 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_for(m: int) -> Tile:
-    return Tile(32, 256, 2, 6) if m <= 8 else Tile(64, 128, 4, 5)
+def tile_for(m: int, *, has_much_memory: bool) -> Weights:
+    """`has_much_memory`: shared memory of a multiprocessor, as from Hopper on; elsewhere a stage less."""
+    return Weights(32, 256, 2, 6 if has_much_memory else 5) if m <= 8 else Weights(64, 128, 4, 5)
 
 
 def linear(
@@ -265,13 +243,14 @@ def partial_linear(x: Float[Tensor, "M K"], weight: Float[Tensor, "N K"]) -> Flo
 
 
 def _launch_linear(x: Tensor, w: Tensor, b: Tensor, y: Tensor, *, parts: int, partial: bool, gelu: bool) -> None:
-    (m, k), n, tile = x.shape, w.shape[0], tile_for(x.shape[0])
+    (m, k), n, options = x.shape, w.shape[0], ahead(x.device)
+    tile = tile_for(m, has_much_memory=options["AHEAD"])
     _linear[n // tile.rows, parts](
         x, w, b, y, m, n, k,
         PART=k // parts, PARTIAL=partial, GELU=gelu,
         BM=max(8, triton.next_power_of_2(m)), BN=tile.rows, BK=math.gcd(k // parts, tile.channels),
         LINES=1 << max(0, (k // parts // 256).bit_length() - 1),
-        num_warps=tile.warps, num_stages=tile.stages, **ahead(x.device),
+        num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
 
 

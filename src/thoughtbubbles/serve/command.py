@@ -115,8 +115,8 @@ def serve(
             api=True,
             capacity=Capacity(rows=rows, waiting=waiting, max_budget=max_budget, timeout=timeout, compiled=compile),
         )
-        accept(listener, host, port)
         facts = f"model {served.name}, {rows} rows, {app.state.workers[0].memory}"
+        accept(listener, host, port)
         print(f"thoughtbubbles serve: {address_of(listener, host)} {facts} (Ctrl-C to stop)", flush=True)
         Server(app, drain=drain, grace=grace).run(sockets=[listener])
         print("stopped", flush=True)
