@@ -302,6 +302,34 @@ def decode_table() -> str:
     return "\n".join([*lines, "", *facts])
 
 
+def serve_table() -> str:
+    lines = [
+        "| machine | clients | serial | all together | answers, every one the serial one | memory, from a third on |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    soaks = []
+    for record in records("serve"):
+        load, machine = record["load"], record["machine"]
+        assert not load["problems"], load["problems"]
+        speeds = f"{load['serial_tokens_per_second']:.0f} tokens/s | {load['tokens_per_second']:.0f}, "
+        grown = [size / 2**20 for size in load["resident_bytes"]]
+        lines.append(
+            f"| {machine} | {load['clients']} | {speeds}{load['over_serial']:.1f}× | "
+            f"{sum(load['answers'].values()):,} | {grown[0]:,.0f} → {grown[1]:,.0f} MiB |"
+        )
+        if soak := record.get("soak"):
+            assert not soak["problems"], soak["problems"]
+            counts = ", ".join(f"{name} {n:,}" for name, n in sorted(soak["counts"].items()))
+            before, after = soak["before"], soak["after"]
+            soaks.append(
+                f"- {machine}: {source(record)}. Then {soak['clients']} clients for {soak['seconds'] / 60:.0f} minutes "
+                f"({counts}). Idle before and after: {before['open_files']} and {after['open_files']} open files, "
+                f"{before['resident_bytes'] / 2**20:,.0f} and {after['resident_bytes'] / 2**20:,.0f} MiB, "
+                f"{after['requests']:.0f} requests left."
+            )
+    return "\n".join([*lines, "", *soaks])
+
+
 def train_step_table() -> str:
     found = records("train_step")
     if not found:
@@ -409,6 +437,7 @@ TABLES = {
     DOCS / "guides" / "data.md": {"prepare": prepare_table, "loader": loader_table},
     DOCS / "guides" / "evaluation.md": {"evals": evals_table},
     DOCS / "guides" / "generation.md": {"decode": decode_table},
+    DOCS / "guides" / "serving.md": {"serve": serve_table},
     DOCS / "guides" / "speed.md": {"train-step": train_step_table},
     DOCS / "guides" / "training.md": {"train": train_table},
     DOCS / "log.md": {"loss-chunks": chunks_table, "effect": effect_table},
