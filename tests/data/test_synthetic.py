@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from thoughtbubbles.data.builtin import encode, write_once
 from thoughtbubbles.data.loader import Loader, Source, ValidationSet
 from thoughtbubbles.data.shards import open_dataset, read_index
 from thoughtbubbles.data.stdlib import is_validation, write_stdlib
-from thoughtbubbles.data.synthetic import document, documents, encode, write_once, write_synthetic
+from thoughtbubbles.data.synthetic import document, documents, write_synthetic
 
 END = 256
 
@@ -123,11 +124,11 @@ def test_one_that_comes_second_keeps_the_folder_of_the_first(tmp_path):
         yield "train", encode("one")
         yield "val", encode("two")
         if meanwhile:
-            write_once(folder, pairs(meanwhile=False), notes=notes)
+            write_once(folder, pairs(meanwhile=False), kind="text", notes=notes)
             inodes.append((folder / "index.json").stat().st_ino)
 
     inodes: list[int] = []
-    write_once(folder, pairs(meanwhile=True), notes=notes)
+    write_once(folder, pairs(meanwhile=True), kind="text", notes=notes)
     assert inodes == [(folder / "index.json").stat().st_ino]
     assert texts(folder, "train") == ["one"]
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
@@ -139,7 +140,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path):
         raise RuntimeError("no more")
 
     with pytest.raises(RuntimeError, match="no more"):
-        write_once(tmp_path / "data", pairs(), notes={})
+        write_once(tmp_path / "data", pairs(), kind="text", notes={})
     assert not list(tmp_path.iterdir())
 
 

@@ -27,8 +27,11 @@ from thoughtbubbles.model.cost import parameter_count
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.recipes.reproduce.corpus import open_corpus, part_of
 from thoughtbubbles.recipes.reproduce.measure import all_windows, copying, forks
-from thoughtbubbles.recipes.reproduce.protocols import PROTOCOLS, TUNED, Protocol, Row, pairs, protocol
-from thoughtbubbles.recipes.reproduce.row import Place, compare, make_record, run_row, speed
+from thoughtbubbles.recipes.reproduce.protocols import PROTOCOLS, TUNED, Protocol, Row, protocol
+from thoughtbubbles.recipes.reproduce.row import compare, make_record, speed
+from thoughtbubbles.recipes.reproduce.studies import study
+from thoughtbubbles.recipes.reproduce.study import Place
+from thoughtbubbles.recipes.reproduce.text_study import TextStudy
 from thoughtbubbles.train.config import OptimConfig
 from thoughtbubbles.train.loop import train
 
@@ -70,7 +73,7 @@ LITTLE = Protocol(
 def done(corpus, tmp_path_factory):
     """A place with the record of r2, seed 0."""
     place = place_in(tmp_path_factory.mktemp("done"), corpus, sources={"again": corpus})
-    run_row(LITTLE, "r2", 0, place)
+    TextStudy("laptop", LITTLE).run_row("r2", 0, place)
     return place
 
 
@@ -121,7 +124,7 @@ def test_the_protocol_short():
 
 
 def test_rows_of_a_seed_come_together():
-    found = [seed for _, seed in pairs(protocol("long"))]
+    found = [seed for _, seed in study("long").pairs()]
     assert found == sorted(found)
     assert len(found) == sum(len(row.seeds) for row in protocol("long").rows.values())
 
@@ -233,7 +236,7 @@ def test_causal_models_have_the_same_loss_token_by_token(done):
 
 def test_nothing_is_run_twice(done, capsys):
     before = done.record("r2", 0).stat().st_mtime_ns
-    run_row(LITTLE, "r2", 0, done)
+    TextStudy("laptop", LITTLE).run_row("r2", 0, done)
     words = ["reproduce", "laptop", "--data", str(done.data), "--runs", str(done.runs), "--out", str(done.out)]
     main([*words, "--only", "r2", "--seed", "0"])
     assert done.record("r2", 0).stat().st_mtime_ns == before
@@ -296,7 +299,7 @@ def best(corpus, tmp_path_factory):
         ar_windows=0,
     )
     place = place_in(tmp_path_factory.mktemp("best"), corpus)
-    records = {(row, seed): make_record(found, row, seed, place) for row, seed in pairs(found)}
+    records = {(row, seed): make_record(found, row, seed, place) for row, seed in TextStudy("laptop", found).pairs()}
     return place, records
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from thoughtbubbles.data.synthetic import encode, write_once
+from thoughtbubbles.data.builtin import encode, write_once
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -77,7 +77,8 @@ def _is_valid(text: str) -> bool:
 def write_stdlib(folder: Path) -> None:
     """Writes a prepared folder, unless it exists; several processes may call it at the same time."""
     notes = {"made_by": "stdlib", "version": 1, "python": ".".join(map(str, sys.version_info[:3]))}
-    write_once(folder, (("val" if is_validation(text) else "train", encode(text)) for text in documents()), notes=notes)
+    texts = (("val" if is_validation(text) else "train", encode(text)) for text in documents())
+    write_once(folder, texts, kind="text", notes=notes)
 
 
 def is_validation(text: str) -> bool:

@@ -11,22 +11,15 @@ Spelling, grammar and copying are learned within minutes; sums and reversals are
 and 256 for end-of-text.
 """
 
-import shutil
-import uuid
 from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from thoughtbubbles.data.shards import Index, ShardWriter, open_dataset, read_index, write_index
+from thoughtbubbles.data.builtin import encode, write_once
 from thoughtbubbles.data.shuffle import GAMMA, key_of, mix64
-from thoughtbubbles.data.tokenizer import tokenizer
-from thoughtbubbles.files import named
 
-BYTES = tokenizer("bytes")
-SHARD_TOKENS = 16_000_000
 DRAWS_PER_LINE = 8
 
 NOUNS = ("cat", "river", "house", "teacher", "tree", "bird", "king", "stone")
@@ -82,7 +75,8 @@ def write_synthetic(folder: Path, *, n_tokens: int, seed: int) -> None:
         for first, split in enumerate(sizes)
         for tokens in _first_tokens(sizes[split], documents(seed, first=first, step=2))
     )
-    write_once(folder, texts, notes={"made_by": "synthetic", "version": 1, "n_tokens": n_tokens, "seed": seed})
+    notes = {"made_by": "synthetic", "version": 1, "n_tokens": n_tokens, "seed": seed}
+    write_once(folder, texts, kind="text", notes=notes)
 
 
 def _first_tokens(n_tokens: int, texts: Iterable[str]) -> Iterator[np.ndarray]:
@@ -94,52 +88,3 @@ def _first_tokens(n_tokens: int, texts: Iterable[str]) -> Iterator[np.ndarray]:
             return
         n_tokens -= len(tokens)
         yield tokens
-
-
-def encode(text: str) -> np.ndarray:
-    """The bytes of a document, and end-of-text."""
-    return np.append(BYTES.encode_array(text), np.uint16(BYTES.end_of_text))
-
-
-def write_once(folder: Path, texts: Iterable[tuple[str, np.ndarray]], *, notes: dict[str, Any]) -> None:
-    """Writes pairs of split (`train` or `val`) and document as a prepared folder, unless it exists with these notes.
-
-    The folder is written under another name and renamed when complete. Of several processes, the first to finish wins,
-    and the others use its folder.
-    """
-    with named(folder, "give another folder"):
-        if not _holds(folder, notes):
-            _write(folder, texts, notes)
-
-
-def _write(folder: Path, texts: Iterable[tuple[str, np.ndarray]], notes: dict[str, Any]) -> None:
-    temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
-    try:
-        writers = {s: ShardWriter(temporary, s, kind="text", shard_tokens=SHARD_TOKENS) for s in ("train", "val")}
-        for split, tokens in texts:
-            writers[split].add(tokens)
-        for writer in writers.values():
-            writer.close()
-        splits = {split: writer.finished for split, writer in writers.items()}
-        write_index(temporary, Index("text", BYTES.name, BYTES.end_of_text, BYTES.size, splits, notes))
-        try:
-            temporary.rename(folder)  # replaces an empty folder, never one with files
-        except OSError:
-            if not _holds(folder, notes):
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _holds(folder: Path, notes: dict[str, Any]) -> bool:
-    if not folder.exists() or not any(folder.iterdir()):
-        return False
-    try:
-        found = read_index(folder).notes
-        if found != notes:
-            raise ValueError(f"{folder} contains {found}, not {notes}")
-        for split in ("train", "val"):
-            open_dataset(folder, split=split)
-    except ValueError as error:
-        raise ValueError(f"cannot write to {folder}: {error}. Remove this folder, or give another") from None
-    return True

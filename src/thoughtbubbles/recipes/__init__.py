@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from thoughtbubbles.files import did_you_mean
-from thoughtbubbles.recipes import demo, paper, shipped, tiny
+from thoughtbubbles.recipes import demo, paper, shipped, tasks, tiny
 from thoughtbubbles.train.config import RunConfig
 
 
@@ -23,6 +23,7 @@ RECIPES: dict[str, Recipe] = {
     name: Recipe(make, summary, group)
     for group, recipes in [
         ("first runs, in minutes on a laptop", [*tiny.recipes(), *demo.recipes()]),
+        ("tasks whose hard places are known, in minutes on a laptop", [*tasks.recipes()]),
         ("the model in the package, minutes on one GPU", [*shipped.recipes()]),
         *paper.recipes().items(),
     ]

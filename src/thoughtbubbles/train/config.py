@@ -42,8 +42,9 @@ BOUNDS = {
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     mixture: tuple[str, ...] = ("synthetic",)
-    """Prepared folders, each as DIR or DIR=WEIGHT (its share of the rows). `synthetic` (byte text from a formula) and
-    `stdlib` (the documentation in Python's standard library) need no preparation."""
+    """Prepared folders, each as DIR or DIR=WEIGHT (its share of the rows). `synthetic` (byte text from a formula),
+    `stdlib` (the documentation in Python's standard library) and made-up tasks such as `task:khop` need no
+    preparation."""
     val: tuple[str, ...] = ()
     """Prepared folders to validate on instead of the `val` splits of the mixture: the `val` split of each, or all of it
     if it has none. They must use the same tokenizer."""

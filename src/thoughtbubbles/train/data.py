@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from thoughtbubbles.data.loader import IGNORED, Batch, Loader, Source, Validatio
 from thoughtbubbles.data.shards import SMALL_VALIDATION, has_split, open_dataset
 from thoughtbubbles.data.stdlib import write_stdlib
 from thoughtbubbles.data.synthetic import write_synthetic
+from thoughtbubbles.data.tasks import PREFIX, task_named
+from thoughtbubbles.data.tasks.task import write_task
 from thoughtbubbles.data.tokenizer import saved_tokenizer
 from thoughtbubbles.distributed import World
 from thoughtbubbles.train.config import RunConfig
@@ -24,6 +27,29 @@ MADE_HERE: dict[str, Callable[[Path], None]] = {
     "stdlib": write_stdlib,
 }
 PROMPT_TOKENS = 16  # length of the default prompts of samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """Writes built-in data where a run keeps its own."""
+
+    home: Path
+    n_rows: int  # of the whole run: a task gets as many examples, so that none is seen twice
+    seed: int
+
+    def source(self, source: Source) -> Source:
+        """The source itself, or the folder that was written for its name."""
+        name = str(source.path)
+        if name.startswith(PREFIX):
+            task = task_named(name.removeprefix(PREFIX))
+            folder = self.home / "data" / f"task-{task.name}"
+            write_task(folder, task, n_examples=self.n_rows, seed=self.seed)
+        elif name in MADE_HERE:
+            folder = self.home / "data" / name
+            MADE_HERE[name](folder)
+        else:
+            return source
+        return Source(folder, source.weight)
 
 
 class StepInputs(NamedTuple):
@@ -50,13 +76,14 @@ class RunData:
         self.micro_batch_size = config.compute.micro_batch_size or max(1, config.rows // world.size)
         self.n_micro = micro_steps(config.rows, micro_batch_size=self.micro_batch_size, world=world.size)
         home = made_in or config.folder
-        sources = [_source(Source.parse(entry), home) for entry in config.data.mixture]
+        made = Made(home=home, n_rows=config.rows * config.steps, seed=config.seed)
+        sources = [made.source(Source.parse(entry)) for entry in config.data.mixture]
         verify = config.data.verify and world.is_first  # one rank is enough
         n_tokens = config.model.block_size
         self.loader = Loader(sources, rows=config.rows, n_tokens=n_tokens, seed=config.seed, verify=verify)
         self.shares = [facts.share for facts in self.loader.describe()]
         self.is_own = not config.data.val and all(has_split(source.path, "val") for source in sources)
-        self.validation = _own(sources) if not config.data.val else _others(config.data.val, sources, home)
+        self.validation = _own(sources) if not config.data.val else _others(config.data.val, sources, made)
         self.validation_sets = [
             ValidationSet(
                 [source],
@@ -179,9 +206,9 @@ def _own(sources: list[Source]) -> list[Validation]:
     return [Validation(name, source, "val") for name, source in zip(_names(having), having, strict=True)]
 
 
-def _others(entries: tuple[str, ...], sources: list[Source], home: Path) -> list[Validation]:
+def _others(entries: tuple[str, ...], sources: list[Source], made: Made) -> list[Validation]:
     """The folders of `--data.val`: the `val` split of each, or all of it if it has none."""
-    found = [_source(Source(Path(entry)), home) for entry in entries]
+    found = [made.source(Source(Path(entry))) for entry in entries]
     if len({source.path for source in found}) < len(found):
         raise ValueError(f"--data.val {' '.join(entries)}: names a folder twice; give it once")
     trained_on = {source.path.resolve() for source in sources}
@@ -195,15 +222,6 @@ def _others(entries: tuple[str, ...], sources: list[Source], home: Path) -> list
 def _names(sources: list[Source]) -> list[str]:
     names = [source.path.name for source in sources]
     return [name if names.count(name) == 1 else str(s.path) for name, s in zip(names, sources, strict=True)]
-
-
-def _source(source: Source, home: Path) -> Source:
-    make = MADE_HERE.get(str(source.path))
-    if make is None:
-        return source
-    folder = home / "data" / source.path
-    make(folder)
-    return Source(folder, source.weight)
 
 
 def to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

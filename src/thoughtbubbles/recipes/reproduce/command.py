@@ -14,26 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from tyro.extras import literal_type_from_choices
 
-from thoughtbubbles.data.shards import read_index
-from thoughtbubbles.evals.documents import VARIABLE, data_folder, find_files
-from thoughtbubbles.evals.settings import ZERO_SHOT
-from thoughtbubbles.evals.tasks import TASKS
-from thoughtbubbles.files import check_folder
-from thoughtbubbles.recipes.reproduce.protocols import PROTOCOLS, Protocol, pairs, protocol
-from thoughtbubbles.recipes.reproduce.records import nats, read_protocol, read_record
-from thoughtbubbles.recipes.reproduce.row import (
-    Place,
-    Stopped,
-    check_text,
-    compare,
-    make_record,
-    run_row,
-    text_of,
-)
+from thoughtbubbles.evals.documents import VARIABLE
+from thoughtbubbles.files import check_folder, read_object
+from thoughtbubbles.recipes.reproduce.studies import STUDIES, study
+from thoughtbubbles.recipes.reproduce.study import Place, Stopped, Study
 
 
 def reproduce(
-    name: Annotated[str, tyro.conf.arg(metavar="PROTOCOL", constructor=literal_type_from_choices([*PROTOCOLS, "all"]))],
+    name: Annotated[str, tyro.conf.arg(metavar="PROTOCOL", constructor=literal_type_from_choices([*STUDIES, "all"]))],
     /,
     *,
     data: Path | None = None,
@@ -85,10 +73,12 @@ def reproduce(
         return
     if name == "all":
         raise ValueError("all: goes with --list or --report; name one protocol to run its rows")
-    found = protocol(name)
-    chosen = choose(found, name, only, seed)
-    if data is None:
+    found = study(name)
+    chosen = choose(found, only, seed)
+    if data is None and not found.has_own_data:
         raise ValueError(f"--data is missing: {name} needs a corpus; give a folder written by `thoughtbubbles prepare`")
+    if data is not None and found.has_own_data:
+        raise ValueError(f"--data {data}: {name} brings its own data; leave it out")
     given = data_dir or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
     place = Place(
         protocol=name,
@@ -98,7 +88,7 @@ def reproduce(
         runs=check_folder(runs, option="--runs"),
         out=check_folder(out, option="--out"),
     )
-    check_before_training(found, chosen, place)
+    found.check(chosen, place)
     run_rows(found, chosen, place, again=again)
 
 
@@ -114,37 +104,18 @@ def named_folders(given: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def check_before_training(found: Protocol, chosen: Sequence[tuple[str, int]], place: Place) -> None:
-    """What would otherwise be noticed after an hour: the texts and benchmarks are opened, and fit each other."""
-    corpus = text_of(found, place)
-    check_text(place, corpus)
-    for name, folder in place.sources.items():
-        index = read_index(folder)
-        if index.tokenizer != corpus.tokenizer:
-            raise ValueError(
-                f"--val {name}={folder}: made with tokenizer {index.tokenizer!r}, --data with {corpus.tokenizer!r}; "
-                "prepare both with the same one"
-            )
-    evaluated = sorted({row for row, _ in chosen if found.rows[row].zero_shot})
-    if evaluated and place.data_dir is not None:
-        for task in ZERO_SHOT:
-            find_files(TASKS[task], data_folder(place.data_dir))
-    elif evaluated:
-        print(f"no --data-dir: {', '.join(evaluated)} will not be evaluated on the benchmarks", file=sys.stderr)
-
-
-def choose(found: Protocol, name: str, only: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
+def choose(found: Study, only: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
     for row in only:
-        found.row(row, protocol=name)
+        found.check_row(row)
     for number in seeds:
         if number < 0:
             raise ValueError(f"--seed {number}: give 0 or more")
     if seeds:  # any seed can be run, also one that the protocol does not plan
         return [(row, seed) for seed in dict.fromkeys(seeds) for row in (dict.fromkeys(only) or found.rows)]
-    return [(row, seed) for row, seed in pairs(found) if not only or row in only]
+    return [(row, seed) for row, seed in found.pairs() if not only or row in only]
 
 
-def run_rows(found: Protocol, chosen: Sequence[tuple[str, int]], place: Place, *, again: bool) -> None:
+def run_rows(found: Study, chosen: Sequence[tuple[str, int]], place: Place, *, again: bool) -> None:
     todo = [(row, seed) for row, seed in chosen if again == place.record(row, seed).exists()]
     for row, seed in chosen:
         if (row, seed) not in todo:
@@ -161,14 +132,15 @@ def run_rows(found: Protocol, chosen: Sequence[tuple[str, int]], place: Place, *
             if again:
                 repeat(found, row, seed, place)
             else:
-                print(f"written: {run_row(found, row, seed, place)}")
+                print(f"written: {found.run_row(row, seed, place)}")
         except Stopped as stopped:
             print(f"{stopped}; the same command {'starts again' if again else 'resumes it'}", file=sys.stderr)
             sys.exit(stopped.exit_code)
 
 
 def run_alone(row: str, seed: int, place: Place, *, again: bool) -> bool:
-    options = {"--data": place.data, "--runs": place.runs, "--out": place.out, "--only": row, "--seed": seed}
+    options = {"--runs": place.runs, "--out": place.out, "--only": row, "--seed": seed}
+    options |= {} if place.data is None else {"--data": place.data}
     words = [str(word) for option in options.items() for word in option]
     words += ["--val", *(f"{name}={folder}" for name, folder in place.sources.items())] if place.sources else []
     words += ["--data-dir", str(place.data_dir)] if place.data_dir else []
@@ -190,13 +162,13 @@ def wait_for(process: "subprocess.Popen[bytes]") -> int:
             signal.signal(number, handler)
 
 
-def repeat(found: Protocol, row: str, seed: int, place: Place) -> None:
+def repeat(found: Study, row: str, seed: int, place: Place) -> None:
     """Trains in a temporary folder; the record stays as it is."""
-    before = read_record(place.record(row, seed))
+    before = read_object(place.record(row, seed))
     place.runs.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=place.runs, prefix="again-") as folder:
         fresh = Place(**{**vars(place), "runs": Path(folder), "data_dir": None})
-        is_same, line = compare(before, make_record(found, row, seed, fresh))
+        is_same, line = found.compare(before, found.make_record(row, seed, fresh))
     print(line)
     if not is_same:
         sys.exit(1)
@@ -204,14 +176,15 @@ def repeat(found: Protocol, row: str, seed: int, place: Place) -> None:
 
 def show(name: str, out: Path) -> None:
     console = Console()
-    for each in PROTOCOLS if name == "all" else [name]:
-        found, results = protocol(each), read_protocol(out, each)
+    for each in STUDIES if name == "all" else [name]:
+        found = study(each)
+        done = found.done(out)
         table = Table(title=f"{each}: {found.what}", title_justify="left")
-        for heading in ("row", "", "seeds", "records", "validation loss"):
+        for heading in ("row", "", "seeds", "records", found.result):
             table.add_column(heading)
-        for row in dict.fromkeys([*found.rows, *results.rows]):
-            done = results.rows.get(row, {})
-            losses = ", ".join(f"{nats(record):.4f}" for record in done.values())
-            seeds, having = (", ".join(map(str, numbers)) or "–" for numbers in (results.planned(row), done))
-            table.add_row(row, results.what(row), seeds, having, losses)
+        for row in dict.fromkeys([*found.rows, *done]):
+            planned, having = found.rows.get(row), done.get(row, {})
+            seeds = planned.seeds if planned else ()
+            shown = (", ".join(map(str, numbers)) or "–" for numbers in (seeds, having))
+            table.add_row(row, planned.what if planned else "", *shown, ", ".join(having.values()))
         console.print(table)

@@ -11,7 +11,7 @@ in pairs. Everything that a row changes is in this file.
     laptop       the first three rows at a size that takes minutes on a CPU: to try the command
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -229,11 +229,3 @@ def protocol(name: str) -> Protocol:
         hint = did_you_mean(name, PROTOCOLS, otherwise=f"choose from {', '.join(PROTOCOLS)}")
         raise ValueError(f"no protocol is named {name!r}: {hint}")
     return PROTOCOLS[name]()
-
-
-def pairs(found: Protocol) -> Iterator[tuple[str, int]]:
-    """Every row and seed: all rows of a seed before the next seed, so that pairs are complete early."""
-    for seed in sorted({seed for row in found.rows.values() for seed in row.seeds}):
-        for name, row in found.rows.items():
-            if seed in row.seeds:
-                yield name, seed

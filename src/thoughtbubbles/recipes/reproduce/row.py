@@ -1,7 +1,6 @@
-"""Runs one row of a protocol for one seed: trains or resumes, measures, and writes ROW-seedN.json.
+"""Runs one row of a text protocol for one seed: trains or resumes, and measures.
 
-The record has everything that a table or plot needs, and where it comes from. A row is never run twice: if its record
-exists, nothing happens.
+The record has everything that a table or plot needs, and where it comes from.
 """
 
 import json
@@ -14,46 +13,17 @@ from typing import Any
 
 from thoughtbubbles.checkpoint import checkpoints, find_model
 from thoughtbubbles.distributed import World, joined
-from thoughtbubbles.files import read_object, write_atomically
+from thoughtbubbles.files import read_object
 from thoughtbubbles.model.cost import parameter_count
 from thoughtbubbles.provenance import device_name, provenance
 from thoughtbubbles.recipes.reproduce.corpus import Corpus, open_corpus, part_of
 from thoughtbubbles.recipes.reproduce.measure import measure, zero_shot
 from thoughtbubbles.recipes.reproduce.protocols import GROUP, PLAIN, Protocol
+from thoughtbubbles.recipes.reproduce.study import Place, Stopped
 from thoughtbubbles.train.config import RunConfig
-from thoughtbubbles.train.loop import Result, train
+from thoughtbubbles.train.loop import train
 
 VERSION = 1
-
-
-class Stopped(Exception):
-    """A signal stopped the training."""
-
-    def __init__(self, result: Result):
-        super().__init__(f"stopped after step {result.step}")
-        self.exit_code = result.exit_code
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """What all rows of a command share."""
-
-    protocol: str
-    data: Path
-    sources: dict[str, Path]
-    """Further validation text, by name."""
-    data_dir: Path | None
-    """The benchmarks; None: none are run."""
-    runs: Path
-    """Folders of the training runs."""
-    out: Path
-    """Folder of the records of all protocols."""
-
-    def record(self, row: str, seed: int) -> Path:
-        return self.out / self.protocol / f"{row}-seed{seed}.json"
-
-    def run(self, row: str, seed: int) -> Path:
-        return self.runs / self.protocol / f"{row}-seed{seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,17 +36,6 @@ class Trained:
     seconds: float  # of this process
     resumed_at: int | None
     lines: list[dict[str, Any]]  # of metrics.jsonl
-
-
-def run_row(found: Protocol, row: str, seed: int, place: Place) -> Path:
-    """Returns the path of the record."""
-    path = place.record(row, seed)
-    if path.exists():
-        return path
-    record = make_record(found, row, seed, place)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, [as_lines(record).encode()])
-    return path
 
 
 def make_record(found: Protocol, row: str, seed: int, place: Place) -> dict[str, Any]:
@@ -97,6 +56,7 @@ def make_record(found: Protocol, row: str, seed: int, place: Place) -> dict[str,
 
 def text_of(found: Protocol, place: Place) -> Corpus:
     """The corpus, or the part of it that the protocol uses."""
+    assert place.data is not None, "TextStudy.check asks for it"
     corpus = open_corpus(place.data)
     if found.text is None:
         return corpus
@@ -216,12 +176,6 @@ def describe(
         "curve": [[step, round(loss, 5)] for step, loss in curve(first.lines)],
         "training_loss": training_loss(first.lines),
     }
-
-
-def as_lines(record: dict[str, Any]) -> str:
-    """JSON with one line per field, so that a list of thousands of numbers does not fill thousands of lines."""
-    fields = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in record.items())
-    return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
 def compare(before: dict[str, Any], again: dict[str, Any]) -> tuple[bool, str]:

@@ -1,0 +1,127 @@
+"""What a made-up task is: texts whose hard places are known, endless, each a pure function of (task, split, seed, i).
+
+An example is text in bytes, of which some characters are answers. An answer's character says how many steps of work its
+prediction needs: relations to combine, places to look up, moves to follow. 0 is easy: the rest of a word, or copying.
+The work has to be done by the stream that predicts the character, so the *hard position* is the one before it.
+
+    Mi is To's ral. To is Se's min. Mi is Se's dar.
+                                             ^        work 2, at the hard position of the space before it
+
+Splits: `train`, and `val` of the same kind, told apart by the checksum of the text, so that no text is in both. The
+others differ in structure: more work for an answer than any in training (`deeper`), longer texts (`longer`), names that
+training never sees (`names`).
+"""
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+
+from thoughtbubbles.data.builtin import encode, write_once
+
+VERSION = 1  # counts changes to the texts of any task
+VALIDATION = 16  # one text in so many, by its checksum
+VALIDATION_EXAMPLES = 2048
+
+
+class Example(NamedTuple):
+    text: str
+    counts: tuple[bool, ...]  # of each character: whether it is a target
+    work: tuple[int, ...]  # of each character: the steps that its prediction needs
+
+    @property
+    def hard(self) -> dict[int, int]:
+        """The work at each hard position, the one that predicts the next character."""
+        return {place - 1: work for place, work in enumerate(self.work) if work}
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The bytes, and end-of-text."""
+        return encode(self.text)
+
+    @property
+    def mask(self) -> np.ndarray:
+        """Where a token is a target. End-of-text is one too, so that generation knows where to stop."""
+        return np.array([*self.counts, True])
+
+
+class Writer:
+    """Puts an example together from what is given and what is to be answered."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[str, bool, int]] = []
+
+    def say(self, text: str) -> None:
+        self._parts.append((text, False, 0))
+
+    def answer(self, text: str, *, work: int) -> None:
+        """Its first character needs the work, and decides all others."""
+        self._parts.append((text, True, work))
+
+    def example(self) -> Example:
+        return Example(
+            "".join(text for text, _, _ in self._parts),
+            tuple(is_answer for text, is_answer, _ in self._parts for _ in text),
+            tuple(work if place == 0 else 0 for text, _, work in self._parts for place in range(len(text))),
+        )
+
+
+class Variant(ABC):
+    """One setting of a task's generator: how hard, how long. The fields of a subclass are its knobs."""
+
+    @abstractmethod
+    def make(self, random: Random) -> Example: ...
+
+    @property
+    @abstractmethod
+    def work(self) -> range:
+        """The work that an answer may need; empty if nothing is hard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    name: str
+    what: str
+    """In one line, for --help and tables."""
+    splits: Mapping[str, Variant]
+    """`train`, and those that differ from it in structure."""
+    block_size: int
+    """Tokens of the longest example of any split, rounded up."""
+
+    def variant(self, split: str) -> Variant:
+        return self.splits["train" if split == "val" else split]
+
+    def examples(self, split: str, *, seed: int) -> Iterator[Example]:
+        """Without end; other seeds give other texts."""
+        variant = self.variant(split)
+        for i in count():
+            found = variant.make(Random(f"{self.name} {split} {seed} {i}"))
+            if split not in ("train", "val") or is_validation(found.text) == (split == "val"):
+                yield found
+
+
+def is_validation(text: str) -> bool:
+    return zlib.crc32(text.encode()) % VALIDATION == 0
+
+
+def write_task(folder: Path, task: Task, *, n_examples: int, seed: int) -> None:
+    """Writes a prepared folder with so many training examples, and always the same validation examples."""
+    sizes = {"train": (n_examples, seed), "val": (VALIDATION_EXAMPLES, 0)}
+    items = (
+        (split, found.tokens, found.mask)
+        for split, (n, its_seed) in sizes.items()
+        for found in islice(task.examples(split, seed=its_seed), n)
+    )
+    notes = {"made_by": f"task:{task.name}", "version": VERSION, "n_examples": n_examples, "seed": seed}
+    write_once(folder, items, kind="examples", notes=notes)
+
+
+def some(random: Random, limits: tuple[int, int]) -> int:
+    """A whole number within the limits, both included."""
+    return random.randint(*limits)

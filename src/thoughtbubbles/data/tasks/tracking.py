@@ -1,0 +1,74 @@
+"""State tracking: what is the state after these moves?
+
+    parity    011?0101?1    after each "?": is the number of ones so far odd? The answer before is known, so the work is
+                            the number of bits since then
+    permute   >13>25?3c     five cups hold a b c d e; ">13" exchanges cups 1 and 3; "?3" asks what cup 3 holds. An
+                            answer says little about the other cups, so the work is the number of all moves so far
+
+Both can be solved one move at a time by a recurrent state, which a transformer does not have: it has to combine the
+moves within its layers.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+from thoughtbubbles.data.tasks.task import Example, Task, Variant, Writer, some
+
+CUPS = "abcde"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity(Variant):
+    bits: tuple[int, int] = (1, 8)
+    """Between two questions."""
+    questions: int = 8
+
+    def make(self, random: Random) -> Example:
+        writer, ones = Writer(), 0
+        for _ in range(self.questions):
+            bits = [random.randrange(2) for _ in range(some(random, self.bits))]
+            ones += sum(bits)
+            writer.say("".join(map(str, bits)) + "?")
+            writer.answer(str(ones % 2), work=len(bits))
+        return writer.example()
+
+    @property
+    def work(self) -> range:
+        return range(self.bits[0], self.bits[1] + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Permute(Variant):
+    moves: tuple[int, int] = (1, 12)
+    """Before the last question; half of them are also followed by one."""
+
+    def make(self, random: Random) -> Example:
+        writer, cups = Writer(), list(CUPS)
+        last = some(random, self.moves)
+        for done in range(1, last + 1):
+            i, j = sorted(random.sample(range(len(cups)), 2))
+            cups[i], cups[j] = cups[j], cups[i]
+            writer.say(f">{i + 1}{j + 1}")
+            if done == last or (done >= self.moves[0] and random.randrange(2)):
+                asked = random.randrange(len(cups))
+                writer.say(f"?{asked + 1}")
+                writer.answer(cups[asked], work=done)
+        return writer.example()
+
+    @property
+    def work(self) -> range:
+        return range(self.moves[0], self.moves[1] + 1)
+
+
+PARITY = Task(
+    name="parity",
+    what="is the number of ones so far odd?",
+    splits={"train": Parity(), "deeper": Parity(bits=(9, 12)), "longer": Parity(questions=13)},
+    block_size=128,
+)
+PERMUTE = Task(
+    name="permute",
+    what="what is in a cup after several exchanges?",
+    splits={"train": Permute(), "deeper": Permute(moves=(13, 18))},
+    block_size=112,
+)

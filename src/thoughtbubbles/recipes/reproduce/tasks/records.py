@@ -1,0 +1,53 @@
+"""The records of `reproduce tasks`, TASK-FORM-seedN.json: read and checked, and the numbers that tables use."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from thoughtbubbles.evals.hard_places import EASY
+from thoughtbubbles.files import read_object
+from thoughtbubbles.recipes.reproduce.study import Record
+from thoughtbubbles.recipes.reproduce.tasks.protocol import task_rows
+
+REQUIRED = ("version", "row", "task", "form", "seed", "steps", "flops", "device", "commit", "command", "time", "splits")
+
+
+def read_task_records(out: Path) -> dict[str, dict[int, Record]]:
+    """By row and seed, rows in the order of the protocol."""
+    found: dict[str, dict[int, Record]] = {}
+    for path in sorted((out / "tasks").glob("*-seed*.json")):
+        record = read_object(path)
+        absent = [name for name in REQUIRED if name not in record]
+        if absent:
+            raise ValueError(f"{path}: has no {absent[0]}: it is not a record of `reproduce tasks`, or damaged")
+        if path.stem != f"{record['row']}-seed{record['seed']}":
+            raise ValueError(f"{path}: is a record of {record['row']}-seed{record['seed']}; rename it")
+        found.setdefault(record["row"], {})[record["seed"]] = record
+    order = [*task_rows(), *found]
+    return {row: dict(sorted(found[row].items())) for row in dict.fromkeys(order) if row in found}
+
+
+def accuracy(record: Record, split: str, *, work: range | None = None) -> float:
+    """Over all answers of a split, or those that need work in a range. Block selection: each from its own prefix."""
+    measured = record["splits"][split]
+    each: Mapping[str, float] = measured.get("alone", measured["accuracy"])
+    count = {name: n for name, n in measured["count"].items() if work is None or int(name) in work}
+    return sum(each[name] * n for name, n in count.items()) / sum(count.values())
+
+
+def hard_accuracy(record: Record, split: str) -> float:
+    """Over answers in the upper half of the work of a split; all of them where nothing is hard."""
+    works = sorted(int(name) for name in record["splits"][split]["count"])
+    return accuracy(record, split, work=range(works[len(works) // 2], works[-1] + 1))
+
+
+def streams(record: Record, split: str) -> dict[str, float]:
+    """Mean streams per token after the last fork layer, by work and at easy positions."""
+    return {name: layers[-1] for name, layers in record["splits"][split]["streams"].items()}
+
+
+def hard_streams(record: Record, split: str) -> float | None:
+    """At hard positions; None where there are none."""
+    measured = record["splits"][split]
+    found = {name: n for name, n in streams(record, split).items() if name != EASY}
+    total = sum(measured["count"][name] for name in found)
+    return sum(n * measured["count"][name] for name, n in found.items()) / total if found else None

@@ -1,0 +1,95 @@
+"""Runs one row of `reproduce tasks`: trains a form on a task, then measures it on all splits of the task."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from thoughtbubbles.checkpoint import checkpoints, find_model, load
+from thoughtbubbles.data.tasks import task_named
+from thoughtbubbles.data.tasks.task import VERSION as TASK_VERSION
+from thoughtbubbles.distributed import joined
+from thoughtbubbles.evals.hard_places import measure_task
+from thoughtbubbles.model.cost import parameter_count
+from thoughtbubbles.provenance import device_name, provenance
+from thoughtbubbles.recipes.reproduce.row import curve, training_loss
+from thoughtbubbles.recipes.reproduce.study import Place, Record, Stopped, Study
+from thoughtbubbles.recipes.reproduce.tasks.protocol import FORMS, STEPS, run_of, task_rows
+from thoughtbubbles.recipes.reproduce.tasks.records import hard_accuracy, read_task_records
+from thoughtbubbles.train.loop import train
+
+VERSION = 1
+
+
+class TaskStudy(Study):
+    name = "tasks"
+    what = "made-up tasks whose hard places are known, at equal training FLOPs"
+    result = "accuracy on hard answers"
+    has_own_data = True
+
+    def __init__(self, *, steps: int = STEPS, examples: int = 2048) -> None:
+        self.rows = self.task_rows = task_rows()
+        self.steps, self.examples = steps, examples
+
+    def check(self, chosen: Sequence[tuple[str, int]], place: Place) -> None:
+        """Nothing is read from anywhere."""
+
+    def make_record(self, row: str, seed: int, place: Place) -> Record:
+        known = self.task_rows[row]
+        folder = place.run(row, seed)
+        config = replace(run_of(row, known, seed, steps=self.steps), out=folder)
+        earlier, begun = checkpoints(folder), time.monotonic()
+        result = train(config, resume=bool(earlier))
+        if not result.finished:
+            raise Stopped(result)
+        seconds = time.monotonic() - begun
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        task = task_named(known.task)
+        source = provenance()
+        with joined("auto") as world:
+            model = load(find_model(result.checkpoint), device=world.device, dtype=torch.float32)
+            splits = {
+                split: measure_task(model, task, split, n_examples=self.examples)
+                for split in ("val", *(name for name in task.splits if name != "train"))
+            }
+            device = device_name(world.device)
+        settings = {name: value for name, value in config.as_dict().items() if name not in ("out", "data", "name")}
+        return {
+            "version": VERSION,
+            "task_version": TASK_VERSION,
+            "protocol": self.name,
+            "row": row,
+            "task": known.task,
+            "form": known.form,
+            "seed": seed,
+            "what": FORMS[known.form].what,
+            "parameters": parameter_count(config.model),
+            "steps": config.steps,
+            "tokens": config.tokens,
+            "flops": config.flops_per_row * config.rows * config.steps,
+            "wall_seconds": seconds,
+            "resumed_at": int(earlier[-1].name[5:]) if earlier else None,
+            "device": device,
+            "command": f"thoughtbubbles reproduce tasks --only {row} --seed {seed}",
+            **{name: source[name] for name in ("commit", "versions", "time")},
+            "config": settings,
+            "curve": [[step, round(loss, 5)] for step, loss in curve(lines)],
+            "training_loss": training_loss(lines),
+            "splits": splits,
+        }
+
+    def done(self, out: Path) -> Mapping[str, Mapping[int, str]]:
+        return {
+            row: {seed: f"{hard_accuracy(record, 'val'):.1%}" for seed, record in seeds.items()}
+            for row, seeds in read_task_records(out).items()
+        }
+
+    def compare(self, before: Record, again: Record) -> tuple[bool, str]:
+        name = f"{before['row']}, seed {before['seed']}"
+        if before["splits"] == again["splits"] and before["training_loss"] == again["training_loss"]:
+            return True, f"{name}: the same training losses, accuracies and streams again"
+        old, new = (hard_accuracy(record, "val") for record in (before, again))
+        return False, f"{name}: accuracy {new:.4%}, was {old:.4%} (then on {before['device']})"
