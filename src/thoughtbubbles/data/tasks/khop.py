@@ -16,7 +16,7 @@ from thoughtbubbles.data.tasks.task import Example, Task, Variant, Writer, some
 WORDS = dict(zip(permutations(range(3)), ("min", "ral", "tov", "sek", "pul", "dar"), strict=True))
 MEANING = {word: relation for relation, word in WORDS.items()}
 SYLLABLES = [first + second for first, second in product("BDFGHJKLMNPRSTVWZ", "aeiou")]
-UNSEEN = SYLLABLES[2::5]  # every fifth name, so all letters are known from other names
+UNSEEN = SYLLABLES[2::6]  # every sixth name, so all letters are known from other names
 SEEN = [name for name in SYLLABLES if name not in UNSEEN]
 
 Relation = tuple[int, ...]

@@ -1,21 +1,21 @@
 """Several look-ups at once: an answer that depends on m places, all of which a single token has to find.
 
-    c1a0f1b0e1d1:3b1 2e…
+    c+a-f+b-e+d+:3bD2eD…
 
-Each letter of a stretch of the alphabet (which may run from z on to a) has a bit, in random order. "3b" asks for the
-bits of three letters from b on, b c d, as one number, written as one of 64 characters: 0 1 1 is 3. There is nothing to
-compute but the look-ups, so their number m is the work; m beyond the number of heads is more than one block can fetch
-for one stream.
+Each letter of a stretch of the alphabet (which may run from z on to a) has a sign, in random order. "3b" asks for the
+signs of three letters from b on, b c d, as one number in binary with + as 1, written as one of 32 symbols: - + + is 3,
+the symbol D. There is nothing to compute but the look-ups, so their number m is the work; m beyond the number of heads
+is more than one block can fetch for one stream.
 """
 
 from dataclasses import dataclass
 from random import Random
-from string import ascii_lowercase, ascii_uppercase, digits
+from string import ascii_lowercase, ascii_uppercase
 
 from thoughtbubbles.data.tasks.task import Example, Task, Variant, Writer, some
 
-SYMBOLS = digits + ascii_uppercase + ascii_lowercase + "+/"  # of 0 … 63
-MOST = 6  # bits of a symbol
+SYMBOLS = ascii_uppercase + "!#$%&*"  # of 0 … 31; no symbol is used for anything else
+MOST = 5  # signs in a symbol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Lookups(Variant):
         bits = {letter: random.randrange(2) for letter in letters}
         shown = random.sample(letters, n)
         writer = Writer()
-        writer.say("".join(f"{letter}{bits[letter]}" for letter in shown) + ":")
+        writer.say("".join(f"{letter}{'-+'[bits[letter]]}" for letter in shown) + ":")
         for _ in range(self.questions):
             m = some(random, self.places)
             at = random.randrange(n - m + 1)
@@ -48,7 +48,7 @@ class Lookups(Variant):
 
 LOOKUPS = Task(
     name="lookups",
-    what="the bits of up to 6 letters, asked for by one token",
+    what="the signs of up to 5 letters, asked for by one token",
     splits={"train": Lookups(), "longer": Lookups(pairs=(18, 26))},
     block_size=80,
 )

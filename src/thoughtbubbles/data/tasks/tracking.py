@@ -1,7 +1,7 @@
 """State tracking: what is the state after these moves?
 
-    parity    011?0101?1    after each "?": is the number of ones so far odd? The answer before is known, so the work is
-                            the number of bits since then
+    parity    011?e100?o    after each "?": is the number of ones so far even or odd? The answer before is known, so the
+                            work is the number of bits since then
     permute   >13>25?3c     five cups hold a b c d e; ">13" exchanges cups 1 and 3; "?3" asks what cup 3 holds. An
                             answer says little about the other cups, so the work is the number of all moves so far
 
@@ -29,7 +29,7 @@ class Parity(Variant):
             bits = [random.randrange(2) for _ in range(some(random, self.bits))]
             ones += sum(bits)
             writer.say("".join(map(str, bits)) + "?")
-            writer.answer(str(ones % 2), work=len(bits))
+            writer.answer("eo"[ones % 2], work=len(bits))
         return writer.example()
 
     @property
@@ -62,8 +62,8 @@ class Permute(Variant):
 
 PARITY = Task(
     name="parity",
-    what="is the number of ones so far odd?",
-    splits={"train": Parity(), "deeper": Parity(bits=(9, 12)), "longer": Parity(questions=13)},
+    what="is the number of ones so far even or odd?",
+    splits={"train": Parity(), "deeper": Parity(bits=(9, 12)), "longer": Parity(questions=12)},
     block_size=128,
 )
 PERMUTE = Task(

@@ -1,0 +1,250 @@
+"""Made-up tasks: every answer is worked out again from the text alone, by another method than the generator's."""
+
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import fields, replace
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from thoughtbubbles.data.loader import IGNORED, Loader, Source, ValidationSet
+from thoughtbubbles.data.shards import open_dataset
+from thoughtbubbles.data.tasks import TASKS, task_named
+from thoughtbubbles.data.tasks.khop import SEEN, UNSEEN
+from thoughtbubbles.data.tasks.task import Example, Variant, Writer, is_validation, write_task
+
+END = 256
+SPLITS = [(name, split) for name, task in TASKS.items() for split in (*task.splits, "val")]
+GOLDEN = {
+    "khop": 3720917589,
+    "lookups": 4082937483,
+    "parity": 1042317906,
+    "permute": 1188675412,
+    "chain": 4160738905,
+    "copy": 3767422867,
+}
+Solved = list[tuple[int, str, int]]  # where an answer begins, the answer, its work
+
+
+def some_of(name: str, split: str, *, n: int = 300, seed: int = 5) -> list[Example]:
+    return list(islice(TASKS[name].examples(split, seed=seed), n))
+
+
+def khop(text: str) -> Solved:
+    """Relations as permutation matrices, people as a graph that is searched from the second person backwards."""
+    orders = {"min": "abc", "ral": "acb", "tov": "bac", "sek": "bca", "pul": "cab", "dar": "cba"}
+    matrix = {word: np.array([[x == y for y in "abc"] for x in order], dtype=int) for word, order in orders.items()}
+    sentences = re.findall(r"(\w+) is (\w+)'s (\w+)\.", text)
+    (first, last, _), facts = sentences[-1], sentences[:-1]
+    known = {last: (np.eye(3, dtype=int), 0)}
+    while first not in known:
+        before = len(known)
+        for a, b, word in facts:
+            if b in known and a not in known:
+                known[a] = (matrix[word] @ known[b][0], known[b][1] + 1)
+        assert len(known) > before, f"no way from {first} to {last}: {text}"
+    found, hops = known[first]
+    (word,) = [word for word in matrix if np.array_equal(matrix[word], found)]
+    return [(len(text) - 4, f"{word}.", hops)]
+
+
+def lookups(text: str) -> Solved:
+    symbols = "ABCDEFGHIJKLMNOPQRSTUVWXYZ!#$%&*"
+    memory, questions = text.split(":")
+    bit = {letter: "1" if sign == "+" else "0" for letter, sign in re.findall(r"([a-z])([+-])", memory)}
+    found = []
+    for at in range(0, len(questions), 3):
+        m, letter = int(questions[at]), questions[at + 1]
+        letters = [chr(97 + (ord(letter) - 97 + i) % 26) for i in range(m)]
+        found.append((len(memory) + 1 + at + 2, symbols[int("".join(bit[each] for each in letters), 2)], m))
+    return found
+
+
+def parity(text: str) -> Solved:
+    found, bits = [], ""
+    for part in re.finditer(r"([01]+)\?([eo])", text):
+        bits += part[1]
+        found.append((part.start(2), "o" if len(bits.replace("0", "")) % 2 else "e", len(part[1])))
+    return found
+
+
+def permute(text: str) -> Solved:
+    """Backwards: where did the thing in this cup come from?"""
+    found = []
+    for question in re.finditer(r"\?(\d)", text):
+        moves = re.findall(r">(\d)(\d)", text[: question.start()])
+        cup = question[1]
+        for a, b in reversed(moves):
+            cup = {a: b, b: a}.get(cup, cup)
+        found.append((question.end(), "abcde"[int(cup) - 1], len(moves)))
+    return found
+
+
+def chain(text: str) -> Solved:
+    """Definitions are put into each other until only digits are left, and Python computes without remainders."""
+    given, questions = text.split(";")
+    defined = dict(line.split("=") for line in given.split(","))
+
+    def whole(name: str) -> str:
+        rest = defined[name]
+        return f"({whole(rest[0])}{rest[1:]})" if rest[0].isalpha() else rest
+
+    return [
+        (len(given) + 1 + at, str(eval(whole(name)) % 10), whole(name).count("("))
+        for at, name in [(match.start(2), match[1]) for match in re.finditer(r"([a-z])(\d)", questions)]
+    ]
+
+
+def copy(text: str) -> Solved:
+    first, bar, _ = text.partition("|")
+    return [(len(first + bar), first, 0)]
+
+
+SOLVERS: dict[str, Callable[[str], Solved]] = {
+    "khop": khop,
+    "lookups": lookups,
+    "parity": parity,
+    "permute": permute,
+    "chain": chain,
+    "copy": copy,
+}
+
+
+@pytest.mark.parametrize(("name", "split"), SPLITS)
+def test_answers_and_work_are_right(name: str, split: str):
+    for example in some_of(name, split):
+        counts, work = [False] * len(example.text), [0] * len(example.text)
+        for at, answer, steps in SOLVERS[name](example.text):
+            assert example.text[at : at + len(answer)] == answer, example.text
+            counts[at : at + len(answer)] = [True] * len(answer)
+            work[at] = steps
+        assert example.counts == tuple(counts)
+        assert example.work == tuple(work)
+        assert example.hard == {at - 1: steps for at, steps in enumerate(work) if steps}
+
+
+@pytest.mark.parametrize(("name", "split"), SPLITS)
+def test_work_is_as_stated_and_all_of_it_occurs(name: str, split: str):
+    stated = TASKS[name].variant(split).work
+    found = {steps for example in some_of(name, split, n=1000) for steps in example.hard.values()}
+    assert found == set(stated)
+
+
+@pytest.mark.parametrize(("name", "split"), SPLITS)
+def test_the_longest_example_fits(name: str, split: str):
+    """With every limit at its upper end."""
+    variant: Variant = TASKS[name].variant(split)
+    ends: dict[str, Any] = {field.name: getattr(variant, field.name) for field in fields(variant)}  # type: ignore[arg-type]
+    ends = {k: (v[1], v[1]) if isinstance(v, tuple) and isinstance(v[0], int) else v for k, v in ends.items()}
+    longest: Variant = replace(variant, **ends)  # type: ignore[type-var]
+    sizes = [len(longest.make(Random(i)).tokens) for i in range(200)]
+    assert max(sizes) - 1 <= TASKS[name].block_size  # end-of-text is only a target
+
+
+def test_splits_are_disjoint():
+    for name, task in TASKS.items():
+        texts = {split: {example.text for example in some_of(name, split, n=1500)} for split in (*task.splits, "val")}
+        for split in texts.keys() - {"train"}:
+            assert not texts["train"] & texts[split], (name, split)
+        assert all(map(is_validation, texts["val"]))
+        assert not any(map(is_validation, texts["train"]))
+
+
+def test_held_out_splits_differ_in_structure():
+    for name, task in TASKS.items():
+        train = some_of(name, "train", n=1500)
+        if "deeper" in task.splits:
+            hardest = max(max(example.work) for example in train)
+            assert min(min(filter(None, example.work)) for example in some_of(name, "deeper")) > hardest
+        if "longer" in task.splits:
+            sizes = [[len(example.text) for example in each] for each in (train, some_of(name, "longer"))]
+            assert np.median(sizes[1]) > np.quantile(sizes[0], 0.95)
+    assert not set(SEEN) & set(UNSEEN)
+    assert {letter for name in UNSEEN for letter in name} <= {letter for name in SEEN for letter in name}
+    for split, names in (("train", SEEN), ("names", UNSEEN)):
+        text = " ".join(example.text for example in some_of("khop", split, n=1500))
+        assert set(re.findall(r"[A-Z]\w", text)) == set(names)
+
+
+def test_khop_needs_every_fact_of_the_way():
+    """Without any one of them, the two people are not connected."""
+    for example in some_of("khop", "train", n=100):
+        *facts, question = re.findall(r"\w+ is \w+'s \w+\.", example.text)
+        needed = 0
+        for left_out in range(len(facts)):
+            try:
+                khop(" ".join([*facts[:left_out], *facts[left_out + 1 :], question]))
+            except AssertionError:
+                needed += 1
+        assert needed == max(example.work)
+
+
+def test_answers_are_balanced():
+    """Nothing is to be gained by always answering the same."""
+    for name, most in {"khop": 3720917589.25, "parity": 1042317906.55, "permute": 1188675412.35, "chain": 4160738905.2, "copy": 3767422867.1}.items():
+        firsts = [example.text[at + 1] for example in some_of(name, "train", n=1000) for at in example.hard or [0]]
+        counts = [firsts.count(each) for each in set(firsts)]
+        assert max(counts) / len(firsts) < most, name
+
+
+def test_the_same_texts_on_every_machine():
+    found = {
+        name: zlib.crc32("\n".join(e.text for s in (*task.splits, "val") for e in some_of(name, s, n=20)).encode())
+        for name, task in TASKS.items()
+    }
+    assert found == GOLDEN
+
+
+def test_seeds_differ_and_repeat():
+    assert some_of("khop", "train", seed=1) == some_of("khop", "train", seed=1)
+    assert not {e.text for e in some_of("lookups", "train", seed=1)} & {
+        e.text for e in some_of("lookups", "train", seed=2)
+    }
+
+
+def test_a_writer_marks_the_first_character_of_an_answer():
+    writer = Writer()
+    writer.say("ab")
+    writer.answer("cd", work=3)
+    assert writer.example() == Example("abcd", (False, False, True, True), (0, 0, 3, 0))
+    assert writer.example().hard == {1: 3}
+    assert writer.example().tokens.tolist() == [97, 98, 99, 100, END]
+    assert writer.example().mask.tolist() == [False, False, True, True, True]
+
+
+def test_a_written_folder_is_what_training_reads(tmp_path: Path):
+    task = TASKS["chain"]
+    write_task(tmp_path / "data", task, n_examples=50, seed=3)
+    expected = list(islice(task.examples("train", seed=3), 50))
+    loader = Loader([Source(tmp_path / "data")], rows=50, n_tokens=task.block_size, seed=0)
+    batch = loader.batch(0)
+    read = sorted(bytes(ids[:n].tolist()).decode() for ids, n in zip(batch.ids, batch.lengths.tolist(), strict=True))
+    assert read == sorted(example.text for example in expected)  # each once
+    by_text = {example.text: example for example in expected}
+    for ids, targets, n in zip(batch.ids, batch.targets, batch.lengths.tolist(), strict=True):
+        example = by_text[bytes(ids[:n].tolist()).decode()]
+        wanted = [ord(c) if counts else IGNORED for c, counts in zip(example.text, example.counts, strict=True)]
+        assert targets[:n].tolist() == [*wanted[1:], END]
+        assert (targets[n:] == IGNORED).all()
+    assert len(open_dataset(tmp_path / "data", split="val").shards[0].offsets) - 1 == 2048
+    ValidationSet([Source(tmp_path / "data")], rows=4, n_tokens=task.block_size, max_tokens=100)
+
+
+def test_a_folder_is_written_once_and_never_replaced(tmp_path: Path):
+    task = TASKS["copy"]
+    write_task(tmp_path / "data", task, n_examples=10, seed=3)
+    before = (tmp_path / "data" / "train-00000.bin").stat().st_mtime_ns
+    write_task(tmp_path / "data", task, n_examples=10, seed=3)
+    assert (tmp_path / "data" / "train-00000.bin").stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="Remove this folder, or give another"):
+        write_task(tmp_path / "data", task, n_examples=10, seed=4)
+
+
+def test_an_unknown_task_is_named():
+    with pytest.raises(ValueError, match="task:khopp: no task has this name; did you mean khop"):
+        task_named("khopp")
