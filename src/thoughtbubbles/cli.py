@@ -94,6 +94,11 @@ def evaluate(arguments: Sequence[str]) -> None:
 
         evaluate_with_harness(settings)
         return
+    if settings.are_made_up:
+        from thoughtbubbles.evals.hard_places_command import evaluate_tasks
+
+        evaluate_tasks(settings)
+        return
     from thoughtbubbles.evals.run import evaluate_command
 
     evaluate_command(settings)

@@ -1,7 +1,9 @@
 """Accuracy by work, and streams at hard and easy positions, against one prediction at a time."""
 
+import json
 from collections import defaultdict
 from itertools import islice
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -9,10 +11,14 @@ import pytest
 import torch
 
 from helpers import lively_model, small_config
+from thoughtbubbles.checkpoint import save_model
+from thoughtbubbles.cli import main
 from thoughtbubbles.data.tasks import TASKS
 from thoughtbubbles.data.tasks.task import Example
+from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.evals import hard_places
 from thoughtbubbles.evals.hard_places import measure_task
+from thoughtbubbles.evals.settings import Evaluation
 from thoughtbubbles.generate.show import streams_per_token
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
@@ -98,3 +104,55 @@ def test_a_model_that_knows_the_answer_is_right():
 def test_where_nothing_is_hard_every_target_is_asked():
     example = Example("ab|ab", (False, False, False, True, True), (0, 0, 0, 0, 0))
     assert hard_places.asked(example) == {2: 0, 3: 0}
+
+
+def test_a_budget_is_passed_on():
+    model, task = model_of(), TASKS["permute"]
+    ones = measure_task(model, task, "val", n_examples=N, budget=1)
+    assert {layers[-1] for layers in ones["streams"].values()} == {1.0}
+    block = model_of(selection="block", budget=4)
+    assert measure_task(block, task, "val", n_examples=N, budget=1)["alone"] == pytest.approx(
+        one_by_one(model_of(selection="block", budget=1), "permute", "val")[0]
+    )
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_model(tmp_path / "model", model_of(budget=1.5).float(), tokenizer=tokenizer("bytes"))
+    return tmp_path / "model"
+
+
+def test_the_command_shows_and_writes(saved: Path, capsys: pytest.CaptureFixture[str]):
+    main(["eval", "--checkpoint", str(saved), "--tasks", "task:permute", "--limit", "5", "--budget", "1"])
+    shown = capsys.readouterr().out
+    assert "task:permute: what is in a cup after several exchanges?" in shown
+    assert "deeper" in shown
+    found = json.loads((saved / "eval" / "task-permute.json").read_text())
+    expected = measure_task(model_of().float(), TASKS["permute"], "deeper", n_examples=5, budget=1)
+    assert found["splits"]["deeper"] == json.loads(json.dumps(expected))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["task:khop"], "--tasks task:khop: has texts of up to 232 tokens, but the model's context length"),
+        (["task:permute", "--budget", "1", "2"], "--budget 1 2: with made-up tasks give one"),
+        (["task:permute", "--budget", "0"], "--budget"),
+    ],
+)
+def test_mistakes_are_named(saved: Path, words: list[str], expected: str):
+    with pytest.raises(SystemExit, match=expected):
+        main(["eval", "--checkpoint", str(saved), "--tasks", *words])
+
+
+def test_another_tokenizer_is_named(tmp_path: Path):
+    save_model(tmp_path / "model", model_of().float())
+    with pytest.raises(SystemExit, match="its tokenizer is none; give a model that `thoughtbubbles train task:copy`"):
+        main(["eval", "--checkpoint", str(tmp_path / "model"), "--tasks", "task:copy"])
+
+
+def test_names_are_checked_with_the_settings():
+    with pytest.raises(ValueError, match=r"give made-up tasks \(task:NAME\) by themselves"):
+        Evaluation(tasks=("task:permute", "lambada"))
+    with pytest.raises(ValueError, match="task:permuted: no task has this name; did you mean permute"):
+        Evaluation(tasks=("task:permuted",))

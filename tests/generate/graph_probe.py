@@ -5,11 +5,12 @@ Prints one JSON object.
 
 import json
 import sys
+from statistics import median
 from typing import Any
 
 import torch
 
-from helpers import lively_model, named, random_ids, small_config
+from helpers import BFLOAT16, lively_model, named, random_ids, small_config
 from thoughtbubbles import kernels
 from thoughtbubbles.generate.decode import decode_step, prefill
 from thoughtbubbles.generate.graph import GraphStep
@@ -18,6 +19,8 @@ from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.generate.step import Parts, advance, enter, next_logits
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.transformer import Thoughtbubbles
+
+FAR = 10 * BFLOAT16
 
 
 def parts() -> dict[str, Any]:
@@ -104,7 +107,9 @@ def generation() -> dict[str, Any]:
         "again_the_same": [c.ids for c in found] == [c.ids for c in again],
         "lengths": [len(c.ids) for c in found],
         "asked": [request.max_new for request in requests],
-        "log_prob": max(differences),
+        "log_prob": median(differences),
+        "far": sum(each > FAR for each in differences) / len(differences),
+        "farthest": max(differences),
         "with_other_streams": others / sum(len(c.ids) for c in found),
         "streamed": list(stream(model, requests[:1], compiled=True))[-1].finish,
     }

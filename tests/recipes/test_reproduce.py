@@ -28,10 +28,11 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.recipes.reproduce.corpus import open_corpus, part_of
 from thoughtbubbles.recipes.reproduce.measure import all_windows, copying, forks
 from thoughtbubbles.recipes.reproduce.protocols import PROTOCOLS, TUNED, Protocol, Row, protocol
-from thoughtbubbles.recipes.reproduce.row import compare, make_record, speed
+from thoughtbubbles.recipes.reproduce.row import compare, make_record
 from thoughtbubbles.recipes.reproduce.studies import study
 from thoughtbubbles.recipes.reproduce.study import Place
 from thoughtbubbles.recipes.reproduce.text_study import TextStudy
+from thoughtbubbles.recipes.reproduce.training import speed
 from thoughtbubbles.train.config import OptimConfig
 from thoughtbubbles.train.loop import train
 

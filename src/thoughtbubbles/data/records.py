@@ -4,11 +4,13 @@
     {"question", "answer"}                      question⏎ | answer■                        (GSM8K)
     {"question", "steps", "answer"}             question⏎ | step⏎ step⏎ #### answer■       (GSM8K-aug)
     {"question", "choices", "answer"}           question⏎ A. …⏎ B. …⏎ Answer: | ␣B. …■     (MMLU)
+    {"story", "query", "target"}                story second is first's | ␣relation■       (CLUTRR)
     {"messages": [{"role", "content"}, …]}      User: …⏎ Assistant: | ␣…■ User: …          (SmolTalk)
 
 ⏎ is a newline, ␣ a space, ■ end-of-text. The prompt is left of |, the answer that counts in the loss right of it. It
 always ends in end-of-text, so that generation knows where to stop. The parts are tokenized separately, so a prompt has
 the same ids in training and in generation. These formats are defined only here; evaluation uses the same functions.
+CLUTRR's files have all splits in one: a story whose "split" is "test" is never trained on.
 """
 
 import re
@@ -17,8 +19,14 @@ from typing import Any, NamedTuple
 
 from thoughtbubbles.files import short_name
 
-FIELDS = ("text", "messages", "question", "choices", "steps", "answer", "train")
-FORMS = "{text}, {question, answer}, {question, steps, answer}, {question, choices, answer} or {messages}"
+FIELDS = (
+    *("text", "messages", "question", "choices", "steps", "answer", "train"),
+    *("story", "query", "target", "split"),
+)
+FORMS = (
+    "{text}, {question, answer}, {question, steps, answer}, {question, choices, answer}, {story, query, target} or "
+    "{messages}"
+)
 
 SPEAKERS = {"system": "System", "user": "User", "tool": "Tool"}
 ASSISTANT = "Assistant:"
@@ -37,6 +45,8 @@ CHAT_TEMPLATE = (
 )
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+QUOTED = r"""(?:'([^'\\]*)'|"([^"\\]*)")"""
+PAIR = re.compile(rf"\s*\(\s*{QUOTED}\s*,\s*{QUOTED}\s*\)\s*")  # the repr of a tuple, parsed without eval
 
 
 class Part(NamedTuple):
@@ -60,7 +70,7 @@ class Example(NamedTuple):
 
 
 def read_record(record: Mapping[str, Any]) -> Document | Example | None:
-    """None for a record with nothing to learn: an empty text, or a chat without an assistant message."""
+    """None for a record with nothing to learn: an empty text, a chat without an assistant message, a test story."""
     if isinstance(record.get("train"), Mapping):
         record = record["train"]  # the files of MMLU's auxiliary training set wrap each record
     if "text" in record:
@@ -71,6 +81,8 @@ def read_record(record: Mapping[str, Any]) -> Document | Example | None:
     if "question" in record and "answer" in record:
         prompt, answer = _question(record)
         return Example((Part(prompt, False), Part(answer, True)))
+    if "story" in record and "query" in record and "target" in record:
+        return _story(record)
     names = " ".join(", ".join(map(str, record)).split()) or "(none)"
     raise ValueError(f"the record has the fields {short_name(names)}: give {FORMS}")
 
@@ -89,6 +101,19 @@ def choices_prompt(question: str, choices: Sequence[str]) -> str:
 def choice_answers(choices: Sequence[str]) -> list[str]:
     """The possible answers to `choices_prompt`; evaluation picks the one with the lowest loss."""
     return [f" {letter}. {choice}" for letter, choice in _lettered(choices)]
+
+
+def relation_prompt(story: str, query: str) -> str:
+    """The prompt for how two people of a story are related, as in CLUTRR; `query` is the repr of a pair of names.
+
+    Names in the story are in brackets, which are removed. The relation follows after a space.
+    """
+    found = PAIR.fullmatch(query)
+    if found is None:
+        shown = repr(query) if len(repr(query)) <= 100 else f"{repr(query)[:100]}…"
+        raise ValueError(f"query is {shown}: it must be a pair of names, such as ('Ann', 'Bob')")
+    first, second = (name for name in found.groups() if name is not None)
+    return f"{story.replace('[', '').replace(']', '').strip()} {second} is {first}'s"
 
 
 def without_calculator(answer: str) -> str:
@@ -120,6 +145,13 @@ def _question(record: Mapping[str, Any]) -> tuple[str, str]:
     steps = record["steps"] if isinstance(record["steps"], str) else "\n".join(_strings(record, "steps"))
     lines = [line.strip() for line in re.sub(r">>\s*<<", "\n", steps).replace("<<", "").replace(">>", "").splitlines()]
     return question_prompt(question), "\n".join([*filter(None, lines), f"#### {answer}"])
+
+
+def _story(record: Mapping[str, Any]) -> Example | None:
+    if record.get("split") == "test":
+        return None
+    prompt = relation_prompt(_string(record, "story"), _string(record, "query"))
+    return Example((Part(prompt, False), Part(f" {_string(record, 'target').strip()}", True)))
 
 
 def _choice(answer: Any, choices: Sequence[str]) -> int:

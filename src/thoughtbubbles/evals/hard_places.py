@@ -17,6 +17,7 @@ from torch import Tensor
 
 from thoughtbubbles.data.builtin import BYTES
 from thoughtbubbles.data.tasks.task import Example, Task
+from thoughtbubbles.model.budget import BudgetLike
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 BATCH_TOKENS = 1 << 14
@@ -31,7 +32,13 @@ class Rows(NamedTuple):
 
 
 def measure_task(
-    model: Thoughtbubbles, task: Task, split: str, *, n_examples: int = 2048, seed: int = 1
+    model: Thoughtbubbles,
+    task: Task,
+    split: str,
+    *,
+    n_examples: int = 2048,
+    budget: BudgetLike | None = None,
+    seed: int = 1,
 ) -> dict[str, Any]:
     """`accuracy` and `count` by work; mean `streams` by work and at easy positions, after each fork layer.
 
@@ -42,7 +49,7 @@ def measure_task(
     alone: dict[int, list[bool]] = defaultdict(list)
     streams: dict[int | str, list[Tensor]] = defaultdict(list)
     for part in batches(model, examples, task.block_size):
-        predictions, sizes = predict(model, rows_of(part, model))
+        predictions, sizes = predict(model, rows_of(part, model), budget)
         for row, example in enumerate(part):
             hard = example.hard
             for position, work in asked(example).items():
@@ -50,7 +57,7 @@ def measure_task(
             for position in range(len(example.text)):
                 streams[hard.get(position, EASY)].append(sizes[row, position])
         if is_block(model):
-            for work, found in alone_right(model, part):
+            for work, found in alone_right(model, part, budget):
                 alone[work].append(found)
     return {
         "examples": len(examples),
@@ -85,9 +92,11 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Rows:
 
 
 @torch.no_grad()
-def predict(model: Thoughtbubbles, rows: Rows) -> tuple[list[list[int]], Int[Tensor, "B T layers"]]:
+def predict(
+    model: Thoughtbubbles, rows: Rows, budget: BudgetLike | None
+) -> tuple[list[list[int]], Int[Tensor, "B T layers"]]:
     """The most likely next token at every position, and the streams of every token after each fork layer."""
-    out = model(rows.ids, lengths=rows.lengths, want=("logits",), trace=True)
+    out = model(rows.ids, lengths=rows.lengths, budget=budget, want=("logits",), trace=True)
     assert out.logits is not None
     likeliest = out.logits[..., : BYTES.size].argmax(-1).tolist()
     if not out.forks:
@@ -100,14 +109,16 @@ def is_block(model: Thoughtbubbles) -> bool:
 
 
 @torch.no_grad()
-def alone_right(model: Thoughtbubbles, examples: Sequence[Example]) -> Iterator[tuple[int, bool]]:
+def alone_right(
+    model: Thoughtbubbles, examples: Sequence[Example], budget: BudgetLike | None
+) -> Iterator[tuple[int, bool]]:
     """Work, and whether the answer is right, of every answer, each predicted from the text before it alone."""
     asked_at = [(example, position, work) for example in examples for position, work in asked(example).items()]
     for first in range(0, len(asked_at), size := max(1, BATCH_TOKENS // max(len(each.text) for each in examples))):
         part = asked_at[first : first + size]
         prefixes = [example.tokens[: position + 1].tolist() for example, position, _ in part]
         rows = padded(prefixes, model.embedding.weight.device)
-        out = model(rows.ids, lengths=rows.lengths, want=("next_logits",))
+        out = model(rows.ids, lengths=rows.lengths, budget=budget, want=("next_logits",))
         assert out.next_logits is not None
         for (example, position, work), found in zip(part, out.next_logits[:, : BYTES.size].argmax(-1), strict=True):
             yield work, int(found) == ord(example.text[position + 1])

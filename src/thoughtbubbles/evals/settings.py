@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from thoughtbubbles.data.tasks import PREFIX, task_named
 from thoughtbubbles.evals.tasks import TASKS
 from thoughtbubbles.files import did_you_mean
 
@@ -28,6 +29,9 @@ class Evaluation:
     lowest loss. gsm8k: generates an answer, correct if its last number is. Benchmarks need question files: --data-dir.
     The budget is always proportional to the tokens of each row.
 
+    task:NAME, such as task:khop: a made-up task whose hard places are known, for models that `train task:NAME` has
+    trained: right answers by the work that they need, and the streams where it is done. Only by themselves.
+
     Every answer of a benchmark is saved immediately: repeat the command after a kill and it resumes (perplexity starts
     again). Under torchrun the ranks share the work.
 
@@ -39,7 +43,7 @@ class Evaluation:
     """A model folder, a checkpoint of a run, or a run (its newest checkpoint). Default: the model in the package."""
     tasks: tuple[str, ...] = ("perplexity",)
     """What to evaluate: names from above; zero-shot (the paper's six: lambada, hellaswag, blimp, piqa, arc_easy,
-    arc_challenge); or all (including perplexity if --data is given)."""
+    arc_challenge); or all (including perplexity if --data is given, without made-up tasks)."""
     data_dir: Path | None = None
     """Folder with the benchmark files (such as hellaswag.validation.jsonl.gz), directly or in its eval/. Default: the
     environment variable THOUGHTBUBBLES_DATA."""
@@ -88,6 +92,8 @@ class Evaluation:
         if not self.harness:
             for task in self.tasks:
                 _check_name(task)
+            if len({task.startswith(PREFIX) for task in self.tasks}) > 1:
+                raise ValueError(f"--tasks {' '.join(self.tasks)}: give made-up tasks ({PREFIX}NAME) by themselves")
         for name in ("limit", "windows", "tokens", "batch", "batch_tokens", "answers_at_once"):
             _check_number(name, getattr(self, name))
         if not isinstance(self.budget, tuple) or not all(isinstance(budget, str) for budget in self.budget):
@@ -109,6 +115,11 @@ class Evaluation:
             named = [name for name in named if name != "perplexity"]
         return tuple(dict.fromkeys(named))
 
+    @property
+    def are_made_up(self) -> bool:
+        """Whether the tasks are those of data/tasks."""
+        return self.tasks[0].startswith(PREFIX)
+
     def as_dict(self) -> dict[str, Any]:
         """As a JSON-serializable dictionary."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
@@ -124,6 +135,9 @@ def _check_number(name: str, value: object) -> None:
 
 
 def _check_name(task: str) -> None:
+    if task.startswith(PREFIX):
+        task_named(task.removeprefix(PREFIX))
+        return
     known = (*SUITES, *NAMES)
     if task not in known:
         hint = did_you_mean(task, known, otherwise=f"choose from {', '.join(known)}")

@@ -26,8 +26,8 @@ import numpy as np
 from thoughtbubbles.data.builtin import encode, write_once
 
 VERSION = 1  # counts changes to the texts of any task
-VALIDATION = 16  # one text in so many, by its checksum
-VALIDATION_EXAMPLES = 2048
+VALIDATION = 4  # one text in so many, by its checksum
+VALIDATION_EXAMPLES = 512
 
 
 class Example(NamedTuple):

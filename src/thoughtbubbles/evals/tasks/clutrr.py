@@ -2,31 +2,28 @@
 
     context   "{story} {second} is {first}'s"           continuation   " {relation}"
 
-The brackets around names in the stories are removed. The test splits of all available sets are used. Results are
-grouped by the number of hops (relations to combine) and by the noise in the story: none, supporting facts, irrelevant
-facts, or disconnected facts.
+The prompt is that of training (data/records.py), which removes the brackets around names in the stories. The test
+splits of all available sets are used. Results are grouped by the number of hops (relations to combine) and by the noise
+in the story: none, supporting facts, irrelevant facts, or disconnected facts.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from thoughtbubbles.data.records import relation_prompt
 from thoughtbubbles.evals.tasks.task import Choices, Task, shown, spaced, text_of
 
 RELATIONS = (
     *("aunt", "brother", "daughter", "daughter-in-law", "father", "father-in-law", "granddaughter", "grandfather"),
     *("grandmother", "grandson", "mother", "mother-in-law", "nephew", "niece", "sister", "son", "son-in-law", "uncle"),
 )
-QUOTED = r"""(?:'([^'\\]*)'|"([^"\\]*)")"""
-PAIR = re.compile(rf"\s*\(\s*{QUOTED}\s*,\s*{QUOTED}\s*\)\s*")  # the repr of a tuple, parsed without eval
 NOISE = {"1": "none", "2": "supporting", "3": "irrelevant", "4": "disconnected"}
 
 
 def document(record: Mapping[str, Any]) -> Choices | None:
     if text_of(record, "split") != "test":
         return None
-    story = text_of(record, "story").replace("[", "").replace("]", "").strip()
-    first, second = _names(text_of(record, "query"))
+    prompt = relation_prompt(text_of(record, "story"), text_of(record, "query"))
     kind, _, hops = text_of(record, "task_name").removeprefix("task_").partition(".")
     relation = text_of(record, "target")
     if relation not in RELATIONS or kind not in NOISE or not (hops.isdecimal() and len(hops) < 4):
@@ -34,15 +31,7 @@ def document(record: Mapping[str, Any]) -> Choices | None:
             f"target is {shown(relation)} and task_name {shown(record['task_name'])}: not a relation and task of CLUTRR"
         )
     groups = {"hops": hops, "noise": NOISE[kind]}
-    return Choices(f"{story} {second} is {first}'s", spaced(RELATIONS), RELATIONS.index(relation), groups)
-
-
-def _names(query: str) -> tuple[str, str]:
-    found = PAIR.fullmatch(query)
-    if found is None:
-        raise ValueError(f"query is {shown(query)}: it must be a pair of names, such as ('Ann', 'Bob')")
-    first, second = (name for name in found.groups() if name is not None)
-    return first, second
+    return Choices(prompt, spaced(RELATIONS), RELATIONS.index(relation), groups)
 
 
 CLUTRR = Task(

@@ -28,6 +28,7 @@ def reproduce(
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ROW [ROW …]")] = (),
     seed: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N [N …]")] = (),
     val: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=DIR […]")] = (),
+    init: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=DIR […]")] = (),
     data_dir: Path | None = None,
     runs: Path = Path("runs/reproduce"),
     out: Path = Path("runs/results"),
@@ -39,7 +40,8 @@ def reproduce(
 
     long: a small model, four epochs: plain, r = 1 (scores without forks), r = 2, a gate per head, and more. long-sweep:
     the learning rates and weight decays behind it. short: a larger model that sees each token once. scarce: 20M tokens
-    of text, many epochs. laptop: the first three rows of long, in minutes on a CPU. all: with --list and --report.
+    of text, many epochs. laptop: the first three rows of long, in minutes on a CPU. clutrr, gsm8k: fine-tuning on the
+    benchmarks of those names in --data-dir. all: with --list and --report.
     --list shows the rows of a protocol, with the losses of those in --out; --out docs/results has our own.
 
     for example: thoughtbubbles reproduce long --data data/corpus --only plain r2 --seed 0
@@ -47,14 +49,16 @@ def reproduce(
     After an interruption, the same command resumes. On a GPU a row of long takes minutes; each runs in its own process.
 
     Args:
-        name: The protocol: long, long-sweep, short, scarce or laptop; or all.
+        name: The protocol: long, long-sweep, short, scarce, laptop, clutrr or gsm8k; or all.
         data: The corpus: a folder written by `thoughtbubbles prepare`, with a val split. Our own rows used the
             tokenizer bubbles-7m for long and scarce, gpt2 for short.
         only: Rows to run, as --list shows them. Default: all that have no record yet.
         seed: Seeds to run, for every row. Default: those that the protocol plans for a row.
         val: More validation text, by name, such as wiki=data/val-wiki: each is measured separately.
+        init: Models that rows of clutrr and gsm8k start from, by name, where the package does not have them, such as
+            plain=runs/bubbles-7m-plain.
         data_dir: Folder with the benchmarks, for the rows that are evaluated on them. Default: the environment variable
-            THOUGHTBUBBLES_DATA; without it they are left out.
+            THOUGHTBUBBLES_DATA; without it they are left out. clutrr and gsm8k need it.
         runs: Folder for the training runs, with their checkpoints.
         out: Folder for the records, ROW-seedN.json in a folder per protocol, and for the report.
         list: Only show the rows and which of them have records.
@@ -84,6 +88,7 @@ def reproduce(
         protocol=name,
         data=data,
         sources=named_folders(val),
+        init=starting_models(found, init),
         data_dir=given,
         runs=check_folder(runs, option="--runs"),
         out=check_folder(out, option="--out"),
@@ -92,16 +97,27 @@ def reproduce(
     run_rows(found, chosen, place, again=again)
 
 
-def named_folders(given: Sequence[str]) -> dict[str, Path]:
+def named_folders(
+    given: Sequence[str], *, option: str = "--val", such_as: str = "wiki=data/val-wiki"
+) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for text in given:
         name, equals, folder = text.partition("=")
         if not (name and equals and folder):
-            raise ValueError(f"--val {text}: give NAME=DIR, such as wiki=data/val-wiki")
+            raise ValueError(f"{option} {text}: give NAME=DIR, such as {such_as}")
         if name in found:
-            raise ValueError(f"--val {text}: {name} is given twice; give each text its own name")
+            raise ValueError(f"{option} {text}: {name} is given twice; give each folder its own name")
         found[name] = Path(folder)
     return found
+
+
+def starting_models(found: Study, given: Sequence[str]) -> dict[str, Path]:
+    models = named_folders(given, option="--init", such_as="plain=runs/bubbles-7m-plain")
+    for name, folder in models.items():
+        if name not in found.starts:
+            known = f"give {', '.join(found.starts)}" if found.starts else "leave it out"
+            raise ValueError(f"--init {name}={folder}: no row of {found.name} starts from {name}; {known}")
+    return models
 
 
 def choose(found: Study, only: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
@@ -143,6 +159,7 @@ def run_alone(row: str, seed: int, place: Place, *, again: bool) -> bool:
     options |= {} if place.data is None else {"--data": place.data}
     words = [str(word) for option in options.items() for word in option]
     words += ["--val", *(f"{name}={folder}" for name, folder in place.sources.items())] if place.sources else []
+    words += ["--init", *(f"{name}={folder}" for name, folder in place.init.items())] if place.init else []
     words += ["--data-dir", str(place.data_dir)] if place.data_dir else []
     command = [sys.executable, "-m", "thoughtbubbles", "reproduce", place.protocol, *words, *["--again"] * again]
     done = wait_for(subprocess.Popen(command))
@@ -167,7 +184,8 @@ def repeat(found: Study, row: str, seed: int, place: Place) -> None:
     before = read_object(place.record(row, seed))
     place.runs.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=place.runs, prefix="again-") as folder:
-        fresh = Place(**{**vars(place), "runs": Path(folder), "data_dir": None})
+        data_dir = place.data_dir if found.has_own_data else None  # of the others, only the loss is compared
+        fresh = Place(**{**vars(place), "runs": Path(folder), "data_dir": data_dir})
         is_same, line = found.compare(before, found.make_record(row, seed, fresh))
     print(line)
     if not is_same:

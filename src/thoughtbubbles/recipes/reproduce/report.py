@@ -1,13 +1,15 @@
 """Renders docs/results: tables, answers and figures from the records, between the markers that name them.
 
 A page is written by hand; what is between `<!-- name -->` and `<!-- /name -->` is generated. So is one line of the
-README, `evidence`.
+README, `evidence`. index.md has the protocols on text, tasks.md the tasks.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
+from thoughtbubbles.data.tasks import TASKS
 from thoughtbubbles.files import check_folder, write_atomically
 from thoughtbubbles.plotting import has_matplotlib
 from thoughtbubbles.recipes.reproduce.answers import answers
@@ -24,8 +26,17 @@ from thoughtbubbles.recipes.reproduce.tables import (
     sweep_table,
     zero_shot_table,
 )
+from thoughtbubbles.recipes.reproduce.tasks.records import read_task_records
+from thoughtbubbles.recipes.reproduce.tasks.report import (
+    answer,
+    help_table,
+    of_task,
+    task_figures,
+    task_provenance,
+    task_table,
+)
 
-PAGE, FIGURES = "index.md", "figures"
+PAGE, TASKS_PAGE, FIGURES = "index.md", "tasks.md", "figures"
 NEED = "the plots need `pip install 'thoughtbubbles[analysis]'`"
 SECTIONS: dict[str, tuple[str, Callable[[Evidence], str]]] = {
     "answers": ("Answers", answers),
@@ -53,16 +64,41 @@ MARKED = re.compile(r"(<!-- ([\w-]+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 
 def shown(found: Evidence, part: str) -> str:
-    return "\n\n".join(figure_block(found, figure) for figure in figures(found)[part])
+    return "\n\n".join(figure_block(found.folder, figure) for figure in figures(found)[part])
 
 
-def figure_block(found: Evidence, figure: Figure) -> str:
+def task_sections(folder: Path) -> dict[str, Callable[[], str]]:
+    """The generated parts of tasks.md."""
+    records = read_task_records(folder)
+    drawn = task_figures(records)
+
+    def section(task: str) -> str:
+        own = [figure for figure in drawn if figure.name in (f"task-{task}", f"task-{task}-streams")]
+        parts = [task_table(task, of_task(records, task)), *(figure_block(folder, figure) for figure in own)]
+        return "\n\n".join(parts)
+
+    return {
+        "tasks-answer": partial(answer, records),
+        "tasks-help": partial(help_table, records),
+        **{f"task-{task}": partial(section, task) for task in TASKS},
+        "tasks-records": partial(task_provenance, records),
+    }
+
+
+def sections_of(page: Path, folder: Path) -> Mapping[str, Callable[[], str]]:
+    if page.name == TASKS_PAGE:
+        return task_sections(folder)
+    found = read_evidence(folder)
+    return {name: partial(make, found) for name, (_, make) in SECTIONS.items()}
+
+
+def figure_block(folder: Path, figure: Figure) -> str:
     """The picture, if it was drawn, and its sentence."""
     if not figure.series:
         return f"**{figure.title}.** {figure.sentence}"
     at = f"{FIGURES}/{figure.name}"
     numbers = f"[Numbers]({at}.json)"
-    if not (found.folder / f"{at}.png").is_file():
+    if not (folder / f"{at}.png").is_file():
         return f"**{figure.title}.** {figure.sentence} {numbers}; {NEED}."
     return f"![{figure.title}]({at}.png)\n\n{figure.sentence} [SVG]({at}.svg), {numbers.lower()}."
 
@@ -73,11 +109,11 @@ def rendered(page: Path) -> str:
     The records are next to the page; for a README, in docs/results.
     """
     folder = page.parent / "docs" / "results" if page.name == "README.md" else page.parent
-    found = read_evidence(folder)
+    sections = sections_of(page, folder)
 
     def fresh(match: re.Match[str]) -> str:
         name = match[2]
-        return f"{match[1]}{SECTIONS[name][1](found)}\n{match[3]}" if name in SECTIONS else match[0]
+        return f"{match[1]}{sections[name]()}\n{match[3]}" if name in sections else match[0]
 
     return MARKED.sub(fresh, page.read_text(encoding="utf-8"))
 
@@ -91,14 +127,18 @@ def write_report(out: Path) -> list[Path]:
     found = read_evidence(out)
     out.mkdir(parents=True, exist_ok=True)
     drawn = [figure for part in figures(found).values() for figure in part if figure.series]
+    drawn += task_figures(read_task_records(out))
     written = [path for figure in drawn for path in write_figure(figure, out / FIGURES)]
     if drawn and not has_matplotlib():
         print(f"tables only: {NEED}")
     page, readme = out / PAGE, out.parent.parent / "README.md"
     if not page.exists():
         write_atomically(page, [empty_page(found).encode()])
+    tasks = out / TASKS_PAGE
+    if not tasks.exists() and read_task_records(out):
+        write_atomically(tasks, [empty_tasks_page(out).encode()])
     is_ours = out.parts[-2:] == ("docs", "results") and readme.is_file()
-    for each in [page, *[readme] * is_ours]:
+    for each in [page, *[tasks] * tasks.exists(), *[readme] * is_ours]:
         write_atomically(each, [rendered(each).encode()])
         written.append(each)
     return written
@@ -108,3 +148,8 @@ def empty_page(found: Evidence) -> str:
     names = [name for name in SECTIONS if name != "evidence" and (name != "laptop" or found.results[name].rows)]
     parts = [f"## {SECTIONS[name][0]}\n\n<!-- {name} -->\n<!-- /{name} -->\n" for name in names]
     return "\n".join(["# Results\n", *parts])
+
+
+def empty_tasks_page(out: Path) -> str:
+    parts = [f"<!-- {name} -->\n<!-- /{name} -->\n" for name in task_sections(out)]
+    return "\n".join(["# Tasks\n", *parts])

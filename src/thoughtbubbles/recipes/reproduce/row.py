@@ -3,12 +3,9 @@
 The record has everything that a table or plot needs, and where it comes from.
 """
 
-import json
 import shutil
 import statistics
-import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from thoughtbubbles.checkpoint import checkpoints, find_model
@@ -18,24 +15,11 @@ from thoughtbubbles.model.cost import parameter_count
 from thoughtbubbles.provenance import device_name, provenance
 from thoughtbubbles.recipes.reproduce.corpus import Corpus, open_corpus, part_of
 from thoughtbubbles.recipes.reproduce.measure import measure, zero_shot
-from thoughtbubbles.recipes.reproduce.protocols import GROUP, PLAIN, Protocol
-from thoughtbubbles.recipes.reproduce.study import Place, Stopped
-from thoughtbubbles.train.config import RunConfig
-from thoughtbubbles.train.loop import train
+from thoughtbubbles.recipes.reproduce.protocols import PLAIN, Protocol
+from thoughtbubbles.recipes.reproduce.study import Place
+from thoughtbubbles.recipes.reproduce.training import Trained, curve, speed, train_run, training_loss
 
 VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """A finished run, and the checkpoint to be measured."""
-
-    config: RunConfig
-    checkpoint: Path
-    step: int
-    seconds: float  # of this process
-    resumed_at: int | None
-    lines: list[dict[str, Any]]  # of metrics.jsonl
 
 
 def make_record(found: Protocol, row: str, seed: int, place: Place) -> dict[str, Any]:
@@ -84,51 +68,19 @@ def train_row(found: Protocol, row: str, seed: int, place: Place, corpus: Corpus
         n_tokens=corpus.n_tokens,
         vocab_size=corpus.vocab_size,
     )
-    folder = place.run(row, seed)
-    config, earlier = replace(config, out=folder), checkpoints(folder)
-    begun = time.monotonic()
-    try:
-        result = train(config, resume=bool(earlier))
-    except ValueError as error:
-        if not earlier:
-            raise
-        raise ValueError(f"{folder} cannot be resumed: delete it, or give another --runs ({error})") from None
-    if not result.finished:
-        raise Stopped(result)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    step = best_step(lines) if found.is_best else result.step
-    for other in checkpoints(folder):
-        if found.is_best and int(other.name[5:]) not in (step, result.step):
-            shutil.rmtree(other)
-    return Trained(
-        config=config,
-        checkpoint=next(each for each in checkpoints(folder) if int(each.name[5:]) == step),
-        step=step,
-        seconds=time.monotonic() - begun,
-        resumed_at=int(earlier[-1].name[5:]) if earlier else None,
-        lines=lines,
-    )
-
-
-def curve(lines: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Validation loss by step, on the part of the text that is used while training."""
-    return [(line["step"], next(iter(line["validation_loss"].values()))) for line in lines if "validation_loss" in line]
+    trained = train_run(replace(config, out=place.run(row, seed)))
+    if not found.is_best:
+        return trained
+    best = best_step(trained.lines)
+    kept = {int(each.name[5:]): each for each in checkpoints(trained.config.folder)}
+    for step, folder in kept.items():
+        if step not in (best, trained.step):
+            shutil.rmtree(folder)
+    return replace(trained, checkpoint=kept[best], step=best)
 
 
 def best_step(lines: list[dict[str, Any]]) -> int:
     return min(curve(lines), key=lambda point: point[1])[0]
-
-
-def training_loss(lines: list[dict[str, Any]]) -> list[float]:
-    """The mean of every `GROUP` steps."""
-    losses = [line["loss"] for line in lines if "loss" in line]
-    return [round(statistics.fmean(losses[i : i + GROUP]), 5) for i in range(0, len(losses), GROUP)]
-
-
-def speed(lines: list[dict[str, Any]], share: float) -> float:
-    """Tokens per second of a group of steps; this share of the groups was slower."""
-    speeds = sorted(line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
-    return speeds[int(share * (len(speeds) - 1))]
 
 
 def describe(

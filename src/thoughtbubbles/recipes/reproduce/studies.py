@@ -4,10 +4,13 @@ from collections.abc import Callable
 from functools import partial
 
 from thoughtbubbles.files import did_you_mean
+from thoughtbubbles.recipes.reproduce.finetune.clutrr import ClutrrStudy
+from thoughtbubbles.recipes.reproduce.finetune.gsm8k import Gsm8kStudy
 from thoughtbubbles.recipes.reproduce.protocols import PROTOCOLS, protocol
 from thoughtbubbles.recipes.reproduce.study import Study
 from thoughtbubbles.recipes.reproduce.tasks.study import TaskStudy
 from thoughtbubbles.recipes.reproduce.text_study import TextStudy
+from thoughtbubbles.recipes.reproduce.two_stage.study import TwoStageStudy
 
 
 def text_study(name: str) -> Study:
@@ -17,6 +20,9 @@ def text_study(name: str) -> Study:
 STUDIES: dict[str, Callable[[], Study]] = {
     **{name: partial(text_study, name) for name in PROTOCOLS},
     "tasks": TaskStudy,
+    "clutrr": ClutrrStudy,
+    "gsm8k": Gsm8kStudy,
+    "two-stage": TwoStageStudy,
 }
 
 

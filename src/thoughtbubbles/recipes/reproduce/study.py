@@ -7,7 +7,7 @@ studies.py lists them all.
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,6 +50,8 @@ class Place:
     """Folders of the training runs."""
     out: Path
     """Folder of the records of all studies."""
+    init: dict[str, Path] = field(default_factory=dict)
+    """Models that rows start from, by name, where the package does not have them."""
 
     def record(self, row: str, seed: int) -> Path:
         return self.out / self.protocol / f"{row}-seed{seed}.json"
@@ -64,6 +66,8 @@ class Study(ABC):
     result: str
     """What a record's result in a word is, as a heading."""
     has_own_data: bool
+    starts: tuple[str, ...] = ()
+    """Names of the models that `--init` gives to its rows."""
     rows: Mapping[str, Planned]
 
     @abstractmethod

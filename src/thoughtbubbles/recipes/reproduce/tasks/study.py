@@ -1,25 +1,22 @@
 """Runs one row of `reproduce tasks`: trains a form on a task, then measures it on all splits of the task."""
 
-import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from thoughtbubbles.checkpoint import checkpoints, find_model, load
+from thoughtbubbles.checkpoint import find_model, load
 from thoughtbubbles.data.tasks import task_named
 from thoughtbubbles.data.tasks.task import VERSION as TASK_VERSION
 from thoughtbubbles.distributed import joined
 from thoughtbubbles.evals.hard_places import measure_task
 from thoughtbubbles.model.cost import parameter_count
 from thoughtbubbles.provenance import device_name, provenance
-from thoughtbubbles.recipes.reproduce.row import curve, training_loss
-from thoughtbubbles.recipes.reproduce.study import Place, Record, Stopped, Study
-from thoughtbubbles.recipes.reproduce.tasks.protocol import FORMS, STEPS, run_of, task_rows
+from thoughtbubbles.recipes.reproduce.study import Place, Record, Study
+from thoughtbubbles.recipes.reproduce.tasks.protocol import FORMS, FULL, Scale, run_of, task_rows
 from thoughtbubbles.recipes.reproduce.tasks.records import hard_accuracy, read_task_records
-from thoughtbubbles.train.loop import train
+from thoughtbubbles.recipes.reproduce.training import curve, train_run, training_loss
 
 VERSION = 1
 
@@ -30,29 +27,22 @@ class TaskStudy(Study):
     result = "accuracy on hard answers"
     has_own_data = True
 
-    def __init__(self, *, steps: int = STEPS, examples: int = 2048) -> None:
+    def __init__(self, scale: Scale = FULL) -> None:
         self.rows = self.task_rows = task_rows()
-        self.steps, self.examples = steps, examples
+        self.scale = scale
 
     def check(self, chosen: Sequence[tuple[str, int]], place: Place) -> None:
         """Nothing is read from anywhere."""
 
     def make_record(self, row: str, seed: int, place: Place) -> Record:
         known = self.task_rows[row]
-        folder = place.run(row, seed)
-        config = replace(run_of(row, known, seed, steps=self.steps), out=folder)
-        earlier, begun = checkpoints(folder), time.monotonic()
-        result = train(config, resume=bool(earlier))
-        if not result.finished:
-            raise Stopped(result)
-        seconds = time.monotonic() - begun
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        task = task_named(known.task)
+        trained = train_run(replace(run_of(row, known, seed, self.scale), out=place.run(row, seed)))
+        config, task = trained.config, task_named(known.task)
         source = provenance()
         with joined("auto") as world:
-            model = load(find_model(result.checkpoint), device=world.device, dtype=torch.float32)
+            model = load(find_model(trained.checkpoint), device=world.device, dtype=torch.float32)
             splits = {
-                split: measure_task(model, task, split, n_examples=self.examples)
+                split: measure_task(model, task, split, n_examples=self.scale.examples)
                 for split in ("val", *(name for name in task.splits if name != "train"))
             }
             device = device_name(world.device)
@@ -70,14 +60,14 @@ class TaskStudy(Study):
             "steps": config.steps,
             "tokens": config.tokens,
             "flops": config.flops_per_row * config.rows * config.steps,
-            "wall_seconds": seconds,
-            "resumed_at": int(earlier[-1].name[5:]) if earlier else None,
+            "wall_seconds": trained.seconds,
+            "resumed_at": trained.resumed_at,
             "device": device,
             "command": f"thoughtbubbles reproduce tasks --only {row} --seed {seed}",
             **{name: source[name] for name in ("commit", "versions", "time")},
             "config": settings,
-            "curve": [[step, round(loss, 5)] for step, loss in curve(lines)],
-            "training_loss": training_loss(lines),
+            "curve": [[step, round(loss, 5)] for step, loss in curve(trained.lines)],
+            "training_loss": training_loss(trained.lines),
             "splits": splits,
         }
 

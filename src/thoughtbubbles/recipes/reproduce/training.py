@@ -1,0 +1,65 @@
+"""Trains or resumes a run, and what its metrics say: shared by all studies."""
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thoughtbubbles.checkpoint import checkpoints
+from thoughtbubbles.recipes.reproduce.protocols import GROUP
+from thoughtbubbles.recipes.reproduce.study import Stopped
+from thoughtbubbles.train.config import RunConfig
+from thoughtbubbles.train.loop import train
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A finished run, and the checkpoint to be measured."""
+
+    config: RunConfig
+    checkpoint: Path
+    step: int
+    seconds: float  # of this process
+    resumed_at: int | None
+    lines: list[dict[str, Any]]  # of metrics.jsonl
+
+
+def train_run(config: RunConfig) -> Trained:
+    """Raises Stopped if a signal ended it."""
+    folder = config.folder
+    earlier, begun = checkpoints(folder), time.monotonic()
+    try:
+        result = train(config, resume=bool(earlier))
+    except ValueError as error:
+        if not earlier:
+            raise
+        raise ValueError(f"{folder} cannot be resumed: delete it, or give another --runs ({error})") from None
+    if not result.finished:
+        raise Stopped(result)
+    return Trained(
+        config=config,
+        checkpoint=result.checkpoint,
+        step=result.step,
+        seconds=time.monotonic() - begun,
+        resumed_at=int(earlier[-1].name[5:]) if earlier else None,
+        lines=[json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()],
+    )
+
+
+def curve(lines: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    """Validation loss by step, on the part of the text that is used while training."""
+    return [(line["step"], next(iter(line["validation_loss"].values()))) for line in lines if "validation_loss" in line]
+
+
+def training_loss(lines: list[dict[str, Any]]) -> list[float]:
+    """The mean of every `GROUP` steps."""
+    losses = [line["loss"] for line in lines if "loss" in line]
+    return [round(statistics.fmean(losses[i : i + GROUP]), 5) for i in range(0, len(losses), GROUP)]
+
+
+def speed(lines: list[dict[str, Any]], share: float) -> float:
+    """Tokens per second of a group of steps; this share of the groups was slower."""
+    speeds = sorted(line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
+    return speeds[int(share * (len(speeds) - 1))]

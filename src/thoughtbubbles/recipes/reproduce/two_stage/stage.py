@@ -1,0 +1,120 @@
+"""Runs one stage: trains or resumes it, then measures its last weights.
+
+What a record says of a stage is left in the stage's folder when it has ended. So a row that was interrupted in or
+before stage two does not touch stage one again, and its numbers and times stay those of the process that made them.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thoughtbubbles.checkpoint import checkpoints, find_model
+from thoughtbubbles.distributed import World, joined
+from thoughtbubbles.evals.run import run
+from thoughtbubbles.evals.settings import Evaluation
+from thoughtbubbles.files import read_object, write_atomically
+from thoughtbubbles.model.cost import parameter_count
+from thoughtbubbles.provenance import device_name, provenance
+from thoughtbubbles.recipes.reproduce.corpus import Corpus
+from thoughtbubbles.recipes.reproduce.measure import measure
+from thoughtbubbles.recipes.reproduce.study import Record, as_lines
+from thoughtbubbles.recipes.reproduce.training import curve, speed, train_run, training_loss
+from thoughtbubbles.recipes.reproduce.two_stage.protocol import MixturePart
+from thoughtbubbles.train.config import RunConfig
+
+DONE = "stage.json"
+TASKS = ("gsm8k", "arc_easy")
+ANSWERS_AT_ONCE = 256  # on a GPU
+HERE_ONLY = ("name", "out", "data", "init_from")  # fields of a run's config that name folders of this machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the weights of a stage are measured on."""
+
+    corpus: Corpus
+    questions: Path
+    """Folder with the benchmarks."""
+    limit: int | None
+    """Questions per benchmark; None: all."""
+
+
+def run_stage(config: RunConfig, mixture: Iterable[MixturePart], on: Measured) -> Record:
+    done = config.folder / DONE
+    about = {
+        "config": {name: value for name, value in config.as_dict().items() if name not in HERE_ONLY},
+        "data": {part.name: part.as_dict() for part in mixture},
+    }
+    if done.is_file():
+        found = read_object(done, remedy="delete it, and the stage is measured again")
+        if any(found.get(name) != value for name, value in about.items()):
+            raise ValueError(
+                f"{config.folder} is a stage with other settings or data: delete it, or give another --runs"
+            )
+        return found
+    found = {**about, **trained(config)}
+    with joined("auto") as world:
+        found |= measured(config, on, world)
+    write_atomically(done, [as_lines(found).encode()])
+    return found
+
+
+def trained(config: RunConfig) -> Record:
+    found = train_run(config)
+    return {
+        "parameters": parameter_count(config.model),
+        "steps": config.steps,
+        "tokens": config.tokens,
+        "flops": config.flops_per_row * config.rows * config.steps,
+        "wall_seconds": found.seconds,
+        "median_tokens_per_second": speed(found.lines, 0.5),
+        "resumed_at": found.resumed_at,
+        "curve": [[step, round(loss, 5)] for step, loss in curve(found.lines)],
+        "training_loss": training_loss(found.lines),
+    }
+
+
+def measured(config: RunConfig, on: Measured, world: World) -> Record:
+    begun, source = time.monotonic(), provenance()
+    model = find_model(checkpoints(config.folder)[-1])
+    loss = measure([model], on.corpus.folder, {}, ar_windows=0, device=world.device)
+    answered = answers(model, on, config.folder / "benchmarks", world)
+    return {
+        "validation": loss["validation"],
+        "forks": loss["forks"],
+        "benchmarks": answered,
+        "measuring_seconds": time.monotonic() - begun,
+        "device": device_name(world.device),
+        **{name: source[name] for name in ("commit", "versions", "time")},
+    }
+
+
+def answers(model: Path, on: Measured, out: Path, world: World) -> dict[str, Any]:
+    """Exact match of GSM8K and accuracy of ARC-Easy. All rows are causal or plain, so the KV cache is exact."""
+    on_gpu = world.device.type == "cuda"
+    settings = Evaluation(
+        checkpoint=model,
+        tasks=TASKS,
+        data_dir=on.questions,
+        limit=on.limit,
+        method="cached",
+        compile=on_gpu,
+        dtype="bfloat16" if on_gpu else "float32",  # as in training; compiled steps are for bfloat16
+        answers_at_once=ANSWERS_AT_ONCE if on_gpu else 32,
+        out=out,
+    )
+    results = run(settings, world)
+    if results["failed"]:
+        raise ValueError("; ".join(f"{task}: {why}" for task, why in results["failed"].items()))
+    return {
+        name: {
+            "accuracy": task["accuracy"]["mean"],
+            "standard_error": task["accuracy"]["standard_error"],
+            "documents": task["documents"],
+            "chance": task["chance"],
+            "dtype": settings.dtype,
+        }
+        for name, task in results["tasks"].items()
+    }
