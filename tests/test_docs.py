@@ -18,6 +18,7 @@ from thoughtbubbles.model.selection import Rule, candidate_keys, candidate_level
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+STORY = ROOT / "docs" / "guides" / "fine-tuning.md"  # its commands and its Python need what came before them
 
 
 def name_of(page: Path) -> str:
@@ -36,7 +37,11 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def commands(page: Path) -> list[str]:
     """All commands of a page, in order."""
-    lines = [line.split(" #")[0].strip() for block in blocks(page, "bash") for line in block.splitlines()]
+    return [command for block in blocks(page, "bash") for command in commands_of(block)]
+
+
+def commands_of(block: str) -> list[str]:
+    lines = [line.split(" #")[0].strip() for line in block.replace("\\\n", " ").splitlines()]
     return [line for line in lines if line and not line.startswith("git clone ")]  # that is how the reader got here
 
 
@@ -52,7 +57,7 @@ def runnable(command: str) -> list[str]:
     else:
         pytest.fail(f"no test knows how to run {command!r}")
     if "train" in words and not {"--list", "--help", "--dry-run"} & set(words):
-        is_small = words[words.index("train") + 1].startswith("tiny")
+        is_small = words[words.index("train") + 1].startswith(("tiny", "task:")) or "--init-from" in words
         words += (
             ["--tokens", "4096", "--eval.tokens", "512", "--eval.sample-tokens", "2"] if is_small else ["--dry-run"]
         )
@@ -64,6 +69,7 @@ def runnable(command: str) -> list[str]:
         words += ["--budgets", "2"]
     if "eval" in words and "--help" not in words:
         words += ["--windows", "2", "--tokens", "32"]
+        words += ["--limit", "20"] if any(word.startswith("task:") for word in words) else []
     return words
 
 
@@ -82,12 +88,12 @@ def run_in_one_process(tasks: list[dict[str, Any]], folder: Path, *options: str)
         pytest.fail(f"{tasks[int(number)] if number.isdecimal() else tasks}\n{done.stderr}")
 
 
-@pytest.mark.parametrize("page", some_slow([page for page in PAGES if blocks(page, "python")]))
+@pytest.mark.parametrize("page", some_slow([page for page in PAGES if page != STORY and blocks(page, "python")]))
 def test_python(page):
     run_in_one_process([{"code": code} for code in blocks(page, "python")], ROOT, "-W", "error")
 
 
-@pytest.mark.parametrize("page", some_slow([page for page in PAGES if commands(page)]))
+@pytest.mark.parametrize("page", some_slow([page for page in PAGES if page != STORY and commands(page)]))
 def test_commands(page, tmp_path):
     """The commands of a page, one after the other, in a folder that looks like a fresh clone."""
     fresh_clone(tmp_path)
@@ -105,6 +111,34 @@ def test_commands_of_other_programs(page, tmp_path):
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             run = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment)
             assert run.returncode == 0, f"{command}\n{run.stderr}"
+
+
+@pytest.mark.slow
+def test_the_story_of_fine_tuning(tmp_path, monkeypatch):
+    """From its own JSONL to an answer of the model over HTTP, in the order of the page, with little training."""
+    fresh_clone(tmp_path)
+    tasks: list[dict[str, Any]] = []
+    for language, block in re.findall(r"^```(bash|python)\n(.*?)^```", STORY.read_text(), re.DOTALL | re.MULTILINE):
+        each = [runnable(command) for command in commands_of(block)] if language == "bash" else []
+        assert all(map(is_ours, each))
+        tasks += [{"code": block}] if language == "python" else [{"words": words[3:]} for words in each]
+    run_in_one_process(tasks, tmp_path)
+    if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn", "prometheus_client")):
+        pytest.skip("the server's packages are not installed: pip install 'thoughtbubbles[serve]'")
+    start, curl = (shlex.split(block, comments=True) for block in blocks(STORY, "sh"))
+    assert start[:2] == [".venv/bin/thoughtbubbles", "serve"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import serve
+
+    with serve.Server(*start[2:]) as server:
+        asked = [word.replace("http://127.0.0.1:8000/", server.place.geturl()) for word in curl]
+        done = subprocess.run(asked, capture_output=True, text=True, env={**os.environ, "NO_PROXY": "*"})
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["model"] == Path(start[start.index("--checkpoint") + 1]).name
+    assert isinstance(answer["choices"][0]["text"], str)
 
 
 @pytest.mark.parametrize("bad", [{"words": ["inspect", "huge"]}, {"code": "1 / 0"}, {"code": "raise SystemExit(3)"}])

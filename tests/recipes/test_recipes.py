@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from thoughtbubbles.data.synthetic import write_synthetic
+from thoughtbubbles.data.tasks import TASKS
 from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.recipes import RECIPES, recipe
@@ -67,9 +68,15 @@ def test_the_corpus_and_the_rule_are_options(corpus, capsys, tmp_path):
     assert found == json.loads(json.dumps(expected))
 
 
-def test_about_25_names():
-    assert 20 <= len(RECIPES) <= 30
-    assert len({recipe.group for recipe in RECIPES.values()}) == 5
+def test_about_25_names_and_two_for_each_task():
+    assert 20 <= len(RECIPES) - 2 * len(TASKS) <= 30
+    assert len({recipe.group for recipe in RECIPES.values()}) == 6
+    for name in TASKS:
+        bubbles, plain = recipe(f"task:{name}"), recipe(f"task:{name}-plain")
+        assert plain == replace(
+            bubbles, name=plain.name, model=replace(bubbles.model, fork_layers=(), merge="original")
+        )
+        assert bubbles.model.block_size == TASKS[name].block_size
 
 
 @pytest.mark.parametrize("form", ["plain", "r2"])

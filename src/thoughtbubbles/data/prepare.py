@@ -42,6 +42,7 @@ VAL_FRACTION = 0.005  # fraction of the documents, if no validation set is given
 MOST_PROCESSES = 1024
 MOST_SHARD_TOKENS = 1 << 32
 MUCH = 10**8  # tokens: enough for one of the paper's models
+EPOCHS, FINE_TUNED_BLOCK = 5, 512  # to suggest for fine-tuning the model in the package; its context length
 NEXT = {  # recipes to suggest: name, context length, and minimum number of tokens
     "bytes": (("tiny", 128, 0),),
     "gpt2": (("150m-r2", 512, MUCH), ("small-gpt2", 256, 0)),
@@ -384,7 +385,13 @@ def _next_command(out: Path, index: Index) -> str:
     n_tokens = sum(shard.n_tokens for shard in index.splits["train"])
     known = NEXT.get(index.tokenizer, NEXT[TRAINED])
     recipe, block_size = next((name, size) for name, size, least in known if n_tokens >= least)
-    words = ["thoughtbubbles", "train", recipe, "--data.mixture", f"{out}=1" if "=" in str(out) else str(out)]
+    mixture = ["--data.mixture", f"{out}=1" if "=" in str(out) else str(out)]
+    if index.kind == "examples" and index.tokenizer == read_tokenizer(shipped_model()).name:
+        n_examples = sum(shard.n_examples for shard in index.splits["train"])
+        tokens = EPOCHS * n_examples * FINE_TUNED_BLOCK  # an example is one padded row
+        fewer = ["--optim.lr", "1e-3", "--tokens", str(tokens)]
+        return shlex.join(["thoughtbubbles", "train", SHIPPED, "--init-from", SHIPPED, *mixture, *fewer])
+    words = ["thoughtbubbles", "train", recipe, *mixture]
     if index.kind == "text" and n_tokens <= block_size:  # too few for one window of the recipe's context length
         words += ["--model.block-size", str(1 << (n_tokens - 1).bit_length() - 1)]
     if index.tokenizer not in NEXT and (recipe != SHIPPED or index.vocab_size > VOCAB_SIZE):

@@ -31,7 +31,7 @@ def task_run(name: str, *, is_plain: bool = False) -> RunConfig:
         tokens=STEPS * ROWS * task.block_size,
         tokens_per_step=ROWS * task.block_size,
         data=DataConfig(mixture=(PREFIX + name,)),
-        optim=OptimConfig(lr=3e-3, warmup=0.05),
+        optim=OptimConfig(lr=2e-3, warmup=0.05),
         save=SaveConfig(every=500),
         eval=EvalConfig(every=250, tokens=1 << 16, sample_tokens=0),
     )

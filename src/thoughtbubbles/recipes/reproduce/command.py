@@ -40,16 +40,17 @@ def reproduce(
 
     long: a small model, four epochs: plain, r = 1 (scores without forks), r = 2, a gate per head, and more. long-sweep:
     the learning rates and weight decays behind it. short: a larger model that sees each token once. scarce: 20M tokens
-    of text, many epochs. laptop: the first three rows of long, in minutes on a CPU. clutrr, gsm8k: fine-tuning on the
-    benchmarks of those names in --data-dir. all: with --list and --report.
-    --list shows the rows of a protocol, with the losses of those in --out; --out docs/results has our own.
+    of text, many epochs. laptop: the first three rows of long, in minutes on a CPU. tasks: made-up tasks whose hard
+    places are known. clutrr, gsm8k: fine-tuning on the benchmarks of those names in --data-dir. two-stage: the paper's
+    pretraining and second stage with instructions, in small. all: with --list and --report.
+    --list shows the rows of a protocol, with the results of those in --out; --out docs/results has our own.
 
     for example: thoughtbubbles reproduce long --data data/corpus --only plain r2 --seed 0
 
     After an interruption, the same command resumes. On a GPU a row of long takes minutes; each runs in its own process.
 
     Args:
-        name: The protocol: long, long-sweep, short, scarce, laptop, clutrr or gsm8k; or all.
+        name: The protocol: long, long-sweep, short, scarce, laptop, tasks, clutrr, gsm8k or two-stage; or all.
         data: The corpus: a folder written by `thoughtbubbles prepare`, with a val split. Our own rows used the
             tokenizer bubbles-7m for long and scarce, gpt2 for short.
         only: Rows to run, as --list shows them. Default: all that have no record yet.
@@ -58,7 +59,7 @@ def reproduce(
         init: Models that rows of clutrr and gsm8k start from, by name, where the package does not have them, such as
             plain=runs/bubbles-7m-plain.
         data_dir: Folder with the benchmarks, for the rows that are evaluated on them. Default: the environment variable
-            THOUGHTBUBBLES_DATA; without it they are left out. clutrr and gsm8k need it.
+            THOUGHTBUBBLES_DATA; without it they are left out. clutrr, gsm8k and two-stage train on it.
         runs: Folder for the training runs, with their checkpoints.
         out: Folder for the records, ROW-seedN.json in a folder per protocol, and for the report.
         list: Only show the rows and which of them have records.
@@ -184,7 +185,7 @@ def repeat(found: Study, row: str, seed: int, place: Place) -> None:
     before = read_object(place.record(row, seed))
     place.runs.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=place.runs, prefix="again-") as folder:
-        data_dir = place.data_dir if found.has_own_data else None  # of the others, only the loss is compared
+        data_dir = place.data_dir if found.trains_on_benchmarks else None  # of the others, only the loss is compared
         fresh = Place(**{**vars(place), "runs": Path(folder), "data_dir": data_dir})
         is_same, line = found.compare(before, found.make_record(row, seed, fresh))
     print(line)

@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from thoughtbubbles.data.tasks import TASKS
-from thoughtbubbles.files import check_folder, write_atomically
+from thoughtbubbles.files import check_folder, read_object, write_atomically
 from thoughtbubbles.plotting import has_matplotlib
 from thoughtbubbles.recipes.reproduce.answers import answers
 from thoughtbubbles.recipes.reproduce.figures import Figure, figures
+from thoughtbubbles.recipes.reproduce.finetune.report import clutrr_figure, clutrr_table, gsm8k_table
 from thoughtbubbles.recipes.reproduce.plots import write_figure
 from thoughtbubbles.recipes.reproduce.records import Evidence, read_evidence
 from thoughtbubbles.recipes.reproduce.sentences import evidence_line
@@ -22,6 +23,7 @@ from thoughtbubbles.recipes.reproduce.tables import (
     forks_table,
     protocol_table,
     provenance_table,
+    records_table,
     sources_table,
     sweep_table,
     zero_shot_table,
@@ -32,9 +34,9 @@ from thoughtbubbles.recipes.reproduce.tasks.report import (
     help_table,
     of_task,
     task_figures,
-    task_provenance,
     task_table,
 )
+from thoughtbubbles.recipes.reproduce.two_stage.report import two_stage_table
 
 PAGE, TASKS_PAGE, FIGURES = "index.md", "tasks.md", "figures"
 NEED = "the plots need `pip install 'thoughtbubbles[analysis]'`"
@@ -81,8 +83,22 @@ def task_sections(folder: Path) -> dict[str, Callable[[], str]]:
         "tasks-answer": partial(answer, records),
         "tasks-help": partial(help_table, records),
         **{f"task-{task}": partial(section, task) for task in TASKS},
-        "tasks-records": partial(task_provenance, records),
+        "clutrr": partial(clutrr_section, folder),
+        "gsm8k": partial(gsm8k_table, folder),
+        "two-stage": partial(two_stage_table, folder),
+        "tasks-records": lambda: records_table(
+            {
+                f"{name}/{path.name}": read_object(path)
+                for name in ("tasks", "clutrr", "gsm8k", "two-stage")
+                for path in sorted((folder / name).glob("*-seed*.json"))
+            }
+        ),
     }
+
+
+def clutrr_section(folder: Path) -> str:
+    figure = clutrr_figure(folder)
+    return "\n\n".join([clutrr_table(folder), *([figure_block(folder, figure)] if figure.series else [])])
 
 
 def sections_of(page: Path, folder: Path) -> Mapping[str, Callable[[], str]]:
@@ -127,7 +143,7 @@ def write_report(out: Path) -> list[Path]:
     found = read_evidence(out)
     out.mkdir(parents=True, exist_ok=True)
     drawn = [figure for part in figures(found).values() for figure in part if figure.series]
-    drawn += task_figures(read_task_records(out))
+    drawn += [figure for figure in (*task_figures(read_task_records(out)), clutrr_figure(out)) if figure.series]
     written = [path for figure in drawn for path in write_figure(figure, out / FIGURES)]
     if drawn and not has_matplotlib():
         print(f"tables only: {NEED}")

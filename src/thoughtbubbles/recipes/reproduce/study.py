@@ -66,6 +66,8 @@ class Study(ABC):
     result: str
     """What a record's result in a word is, as a heading."""
     has_own_data: bool
+    trains_on_benchmarks: bool = False
+    """Whether rows need --data-dir to be trained, not only to be evaluated."""
     starts: tuple[str, ...] = ()
     """Names of the models that `--init` gives to its rows."""
     rows: Mapping[str, Planned]

@@ -1,7 +1,7 @@
 """The tables of docs/results as Markdown, each from the records of one protocol."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,16 +203,25 @@ def way_cell(found: Sequence[dict[str, Any]], way: str) -> str:
 
 
 def provenance_table(all_results: Iterable[Results]) -> str:
+    return records_table(
+        {
+            f"{results.name}/{row}-seed{seed}.json": record
+            for results in all_results
+            for row, seeds in results.rows.items()
+            for seed, record in seeds.items()
+        }
+    )
+
+
+def records_table(records: Mapping[str, Record]) -> str:
+    """By path, as seen from the page: where each record comes from."""
     lines = []
-    for results in all_results:
-        for row, seeds in results.rows.items():
-            for seed, record in seeds.items():
-                path = f"{results.name}/{row}-seed{seed}.json"
-                wall = f"{record['wall_seconds']:,.0f}"
-                wall += f" (resumed at step {record['resumed_at']:,})" if record.get("resumed_at") else ""
-                commit, torch = record["commit"] or "unknown", record["versions"]["torch"]
-                cells = [commit, torch, record["device"], f"`{record['command']}`", wall, record["time"][:16]]
-                lines.append([f"[{path}]({path})", *cells])
+    for path, record in records.items():
+        wall = f"{record['wall_seconds']:,.0f}"
+        wall += f" (resumed at step {record['resumed_at']:,})" if record.get("resumed_at") else ""
+        commit, torch = record["commit"] or "unknown", record["versions"]["torch"]
+        cells = [commit, torch, record["device"], f"`{record['command']}`", wall, record["time"][:16]]
+        lines.append([f"[{path}]({path})", *cells])
     if not lines:
         return "No records yet."
     return markdown(

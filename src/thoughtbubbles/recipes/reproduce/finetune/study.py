@@ -34,6 +34,7 @@ VERSION = 1
 
 class FinetuneStudy(Study):
     has_own_data = True
+    trains_on_benchmarks = True
     metric: str
     """The field of a record's `test` that is its result."""
 

@@ -214,22 +214,3 @@ def task_figures(records: Mapping[str, Mapping[int, Record]]) -> list[Figure]:
     hard = [task for task in TASKS if TASKS[task].variant("train").work]
     found = {task: of_task(records, task) for task in hard}
     return [draw(task, found[task]) for task in hard for draw in (accuracy_figure, streams_figure) if found[task]]
-
-
-def task_provenance(records: Mapping[str, Mapping[int, Record]]) -> str:
-    lines = []
-    for row, seeds in records.items():
-        for seed, record in seeds.items():
-            path = f"tasks/{row}-seed{seed}.json"
-            facts = [record["commit"] or "unknown", record["versions"]["torch"], record["device"]]
-            lines.append(
-                [
-                    f"[{path}]({path})",
-                    *facts,
-                    f"`{record['command']}`",
-                    f"{record['wall_seconds']:,.0f}",
-                    record["time"][:16],
-                ]
-            )
-    headings = ("record", "commit", "PyTorch", "device", "command", "wall seconds of training", "time (UTC)")
-    return markdown(headings, lines) if lines else "No records yet."

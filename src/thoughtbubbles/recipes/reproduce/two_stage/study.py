@@ -26,11 +26,11 @@ class TwoStageStudy(Study):
     what = "the paper's two stages in small: constant learning rate on text, then decay on a mixture with instructions"
     result = "GSM8K exact match"
     has_own_data = False
+    trains_on_benchmarks = True
 
     def __init__(self, protocol: TwoStage | None = None) -> None:
         self.protocol = protocol or TwoStage()
         self.rows = ROWS
-        self._questions: Path | None = None
 
     def check(self, chosen: Sequence[tuple[str, int]], place: Place) -> None:
         """The corpus, the questions of the mixture and the benchmarks are opened, and fit the model."""
@@ -38,16 +38,16 @@ class TwoStageStudy(Study):
             names = " ".join(f"{name}={folder}" for name, folder in place.sources.items())
             raise ValueError(f"--val {names}: {NAME} measures the corpus's own validation text; leave --val out")
         corpus = self._corpus(place)
-        self._questions = self._folder(place)
+        questions = data_folder(place.data_dir)
         words = saved_tokenizer(corpus.tokenizer, corpus.folder)
         for task in TASKS:
-            benchmark = open_benchmark(BENCHMARKS[task], self._questions, limit=self.protocol.limit)
+            benchmark = open_benchmark(BENCHMARKS[task], questions, limit=self.protocol.limit)
             check_lengths(benchmark, words, block_size=self.protocol.model.block_size)
         check_text(place, corpus)
-        self._check_questions(place, mixture_of(corpus, self._questions, place.runs / NAME))
+        self._check_questions(place, mixture_of(corpus, questions, place.runs / NAME))
 
     def make_record(self, row: str, seed: int, place: Place) -> Record:
-        corpus, questions = self._corpus(place), self._folder(place)
+        corpus, questions = self._corpus(place), data_folder(place.data_dir)
         mixture = mixture_of(corpus, questions, place.runs / NAME)
         on = Measured(corpus=corpus, questions=questions, limit=self.protocol.limit)
         home, text = place.run(row, seed), (text_part(corpus, 1.0),)
@@ -87,10 +87,6 @@ class TwoStageStudy(Study):
         assert place.data is not None, "the command asks for it"
         return open_corpus(place.data)
 
-    def _folder(self, place: Place) -> Path:
-        """The questions. `reproduce --again` repeats a row without benchmarks, but stage two cannot do without."""
-        return data_folder(place.data_dir or self._questions)
-
     def _check_questions(self, place: Place, mixture: Sequence[MixturePart]) -> None:
         """Records of other questions in the same folder could never be compared with this one."""
         ours = {part.name: part.as_dict() for part in mixture}
@@ -99,7 +95,7 @@ class TwoStageStudy(Study):
                 if record["two"]["data"] != ours:
                     raise ValueError(
                         f"--out {place.out}: {NAME}/{row}-seed{seed}.json is a record of another mixture than that of "
-                        f"--data-dir {self._questions}; give another --out"
+                        f"--data-dir {place.data_dir}; give another --out"
                     )
 
 
