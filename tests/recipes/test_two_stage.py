@@ -244,11 +244,9 @@ def test_a_stage_of_other_settings_is_not_taken_for_this_one(copied):
 
 
 @pytest.mark.slow
-def test_again_needs_the_questions_too(done, tmp_path):
-    """`--again` leaves out the benchmarks of a place; the mixture still comes from the folder that was checked."""
+def test_a_row_repeats_to_the_bit(done, tmp_path):
     found = TwoStageStudy(SMALL)
-    found.check([("r2", 3)], done)
-    fresh = place_in(tmp_path, done.data, None)
+    fresh = place_in(tmp_path, done.data, done.data_dir)
     is_same, line = found.compare(read(done), found.make_record("r2", 3, fresh))
     assert is_same, line
     other = read(done)
