@@ -40,9 +40,12 @@ def reproduce(
 
     long: a small model, four epochs: plain, r = 1 (scores without forks), r = 2, a gate per head, and more. long-sweep:
     the learning rates and weight decays behind it. short: a larger model that sees each token once. scarce: 20M tokens
-    of text, many epochs. laptop: the first three rows of long, in minutes on a CPU. tasks: made-up tasks whose hard
-    places are known. clutrr, gsm8k: fine-tuning on the benchmarks of those names in --data-dir. two-stage: the paper's
-    pretraining and second stage with instructions, in small. all: with --list and --report.
+    of text, many epochs. laptop: the first three rows of long, in minutes on a CPU.
+
+    tasks: made-up tasks whose hard places are known; tasks-sweep: the learning rates behind it. clutrr, gsm8k:
+    fine-tuning on the benchmarks of those names in --data-dir. two-stage: the paper's pretraining and its second stage
+    with instructions, in small. all: with --list and --report.
+
     --list shows the rows of a protocol, with the results of those in --out; --out docs/results has our own.
 
     for example: thoughtbubbles reproduce long --data data/corpus --only plain r2 --seed 0
@@ -50,7 +53,8 @@ def reproduce(
     After an interruption, the same command resumes. On a GPU a row of long takes minutes; each runs in its own process.
 
     Args:
-        name: The protocol: long, long-sweep, short, scarce, laptop, tasks, clutrr, gsm8k or two-stage; or all.
+        name: The protocol: long, long-sweep, short, scarce, laptop, tasks, tasks-sweep, clutrr, gsm8k or two-stage; or
+            all.
         data: The corpus: a folder written by `thoughtbubbles prepare`, with a val split. Our own rows used the
             tokenizer bubbles-7m for long and scarce, gpt2 for short.
         only: Rows to run, as --list shows them. Default: all that have no record yet.

@@ -19,7 +19,7 @@ def text_study(name: str) -> Study:
 
 STUDIES: dict[str, Callable[[], Study]] = {
     **{name: partial(text_study, name) for name in PROTOCOLS},
-    "tasks": TaskStudy,
+    **{name: partial(TaskStudy, name) for name in ("tasks", "tasks-sweep")},
     "clutrr": ClutrrStudy,
     "gsm8k": Gsm8kStudy,
     "two-stage": TwoStageStudy,

@@ -31,8 +31,8 @@ CLUTRR_NOTE = (
     "Accuracy in percent: the answer that the model finds most likely, out of 18 relations, each with the end-of-text "
     "after it. By hops: the mean over the sets that test so many hops; in parentheses the spread over seeds, the "
     "largest minus the smallest. By set: all its test stories; ± is the standard error over them. "
-    "A set tests only 2 chains of relations of 2 hops and 7 or 8 of 3 hops, each in many stories, so the error of short "
-    "stories is larger than it seems; from 5 hops on, every story has its own chain."
+    "A set tests only 2 chains of relations of 2 hops and 7 or 8 of 3 hops, each in many stories, so the error of "
+    "short stories is larger than it seems; from 5 hops on, every story has its own chain."
 )
 GSM8K_NOTE = (
     "± is the standard error over questions; in parentheses the spread over seeds, the largest minus the smallest. "

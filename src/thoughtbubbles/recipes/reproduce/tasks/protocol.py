@@ -1,21 +1,31 @@
 """Which models are compared on which made-up tasks (data/tasks), and for how long each is trained.
 
+    tasks         every form on every task, three seeds
+    tasks-sweep   the learning rates that these use: two forms on two tasks
+
 All forms of a task are trained with the same FLOPs: `r2` for 6,000 steps, every other one for as many as its FLOPs
-allow, with the learning rate schedule stretched. Data never ends, so no example is seen twice.
+allow, with the learning rate schedule stretched. Within a seed all forms read the same examples in the same order, and
+none is seen twice.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from thoughtbubbles.data.tasks import PREFIX, TASKS, task_named
+from thoughtbubbles.data.tasks import TASKS, task_named
 from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.cost import cost
+from thoughtbubbles.recipes.reproduce.protocols import GROUP
 from thoughtbubbles.train.config import DataConfig, EvalConfig, LogConfig, OptimConfig, RunConfig, SaveConfig
 
 SEEDS = (0, 1, 2)
 VOCABULARY = 384  # 256 bytes and end-of-text, rounded up
 FORKS = {"fork_layers": (1, 2, 3), "merge": "residual"}
 REFERENCE = "r2"  # the form whose FLOPs all others get
+# Learning rates of the forms without fork layers and of those with them. Once `tasks-sweep` is recorded, a test
+# compares them with its best ones.
+TUNED = {"plain": 2e-3, "r2": 2e-3}
+SWEPT_TASKS, SWEPT_RATES = ("lookups", "parity"), (5e-4, 1e-3, 2e-3, 4e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +71,26 @@ class TaskRow:
     task: str
     form: str
     seeds: tuple[int, ...] = SEEDS
+    lr: float | None = None
+    """Instead of the tuned one."""
 
     @property
     def what(self) -> str:
-        return f"{TASKS[self.task].what}; {FORMS[self.form].what}"
+        rate = "" if self.lr is None else f", lr {self.lr:g}"
+        return f"{TASKS[self.task].what}; {FORMS[self.form].what}{rate}"
 
 
 def task_rows() -> dict[str, TaskRow]:
     return {f"{task}-{form}": TaskRow(task=task, form=form) for task in TASKS for form in FORMS}
+
+
+def sweep_rows() -> dict[str, TaskRow]:
+    return {
+        f"{task}-{form}-lr{lr:g}": TaskRow(task=task, form=form, seeds=SEEDS[:1], lr=lr)
+        for task in SWEPT_TASKS
+        for form in TUNED
+        for lr in SWEPT_RATES
+    }
 
 
 def model_of(row: TaskRow, scale: Scale = FULL) -> ModelConfig:
@@ -77,24 +99,32 @@ def model_of(row: TaskRow, scale: Scale = FULL) -> ModelConfig:
     return ModelConfig(**{**plain, "vocab_size": VOCABULARY, "block_size": size, **FORMS[row.form].model})
 
 
-def run_of(name: str, row: TaskRow, seed: int, scale: Scale = FULL) -> RunConfig:
+def run_of(name: str, row: TaskRow, seed: int, scale: Scale = FULL, *, data: str) -> RunConfig:
+    """`data`: the folder of `n_examples` examples."""
     model = model_of(row, scale)
     per_step = scale.rows * model.block_size
-    config = RunConfig(
-        name=f"tasks/{name}-seed{seed}",
+    tuned = TUNED["r2" if model.fork_layers else "plain"]
+    steps = steps_of(row, scale)
+    return RunConfig(
+        name=name,
         model=model,
-        tokens=per_step,
+        tokens=steps * per_step,
         tokens_per_step=per_step,
-        data=DataConfig(mixture=(PREFIX + row.task,)),
-        optim=OptimConfig(lr=2e-3, warmup=0.05),
-        log=LogConfig(every=50),
+        data=DataConfig(mixture=(f"{data}=1",)),  # with a weight: a path may have a "="
+        optim=OptimConfig(lr=tuned if row.lr is None else row.lr, warmup=0.05),
+        save=SaveConfig(every=max(1, steps // 4), keep=1),
+        eval=EvalConfig(every=max(1, steps // scale.evaluations), tokens=scale.eval_tokens, sample_tokens=0),
+        log=LogConfig(every=GROUP),
         seed=seed,
     )
-    reference = replace(config, model=model_of(TaskRow(task=row.task, form=REFERENCE), scale))
-    own = max(1, round(scale.steps * reference.flops_per_row / config.flops_per_row))
-    return replace(
-        config,
-        tokens=own * per_step,
-        save=SaveConfig(every=max(1, own // 4), keep=1),
-        eval=EvalConfig(every=max(1, own // scale.evaluations), tokens=scale.eval_tokens, sample_tokens=0),
-    )
+
+
+def steps_of(row: TaskRow, scale: Scale = FULL) -> int:
+    """As many as cost what the steps of the reference form cost."""
+    own, reference = (cost(model_of(each, scale)).flops for each in (row, TaskRow(task=row.task, form=REFERENCE)))
+    return max(1, round(scale.steps * reference / own))
+
+
+def n_examples(task: str, scale: Scale = FULL) -> int:
+    """Enough for every form, so that all can read the same ones."""
+    return scale.rows * max(steps_of(TaskRow(task=task, form=form), scale) for form in FORMS)

@@ -6,23 +6,23 @@ from pathlib import Path
 from thoughtbubbles.evals.hard_places import EASY
 from thoughtbubbles.files import read_object
 from thoughtbubbles.recipes.reproduce.study import Record
-from thoughtbubbles.recipes.reproduce.tasks.protocol import task_rows
+from thoughtbubbles.recipes.reproduce.tasks.protocol import sweep_rows, task_rows
 
 REQUIRED = ("version", "row", "task", "form", "seed", "steps", "flops", "device", "commit", "command", "time", "splits")
 
 
-def read_task_records(out: Path) -> dict[str, dict[int, Record]]:
-    """By row and seed, rows in the order of the protocol."""
+def read_task_records(out: Path, name: str = "tasks") -> dict[str, dict[int, Record]]:
+    """By row and seed, rows in the order of the protocol. `name`: tasks or tasks-sweep."""
     found: dict[str, dict[int, Record]] = {}
-    for path in sorted((out / "tasks").glob("*-seed*.json")):
+    for path in sorted((out / name).glob("*-seed*.json")):
         record = read_object(path)
-        absent = [name for name in REQUIRED if name not in record]
+        absent = [field for field in REQUIRED if field not in record]
         if absent:
-            raise ValueError(f"{path}: has no {absent[0]}: it is not a record of `reproduce tasks`, or damaged")
+            raise ValueError(f"{path}: has no {absent[0]}: it is not a record of `reproduce {name}`, or damaged")
         if path.stem != f"{record['row']}-seed{record['seed']}":
             raise ValueError(f"{path}: is a record of {record['row']}-seed{record['seed']}; rename it")
         found.setdefault(record["row"], {})[record["seed"]] = record
-    order = [*task_rows(), *found]
+    order = [*(task_rows() if name == "tasks" else sweep_rows()), *found]
     return {row: dict(sorted(found[row].items())) for row in dict.fromkeys(order) if row in found}
 
 

@@ -9,12 +9,21 @@ import torch
 from thoughtbubbles.checkpoint import find_model, load
 from thoughtbubbles.data.tasks import task_named
 from thoughtbubbles.data.tasks.task import VERSION as TASK_VERSION
+from thoughtbubbles.data.tasks.task import write_task
 from thoughtbubbles.distributed import joined
 from thoughtbubbles.evals.hard_places import measure_task
 from thoughtbubbles.model.cost import parameter_count
 from thoughtbubbles.provenance import device_name, provenance
 from thoughtbubbles.recipes.reproduce.study import Place, Record, Study
-from thoughtbubbles.recipes.reproduce.tasks.protocol import FORMS, FULL, Scale, run_of, task_rows
+from thoughtbubbles.recipes.reproduce.tasks.protocol import (
+    FORMS,
+    FULL,
+    Scale,
+    n_examples,
+    run_of,
+    sweep_rows,
+    task_rows,
+)
 from thoughtbubbles.recipes.reproduce.tasks.records import hard_accuracy, read_task_records
 from thoughtbubbles.recipes.reproduce.training import curve, train_run, training_loss
 
@@ -22,22 +31,28 @@ VERSION = 1
 
 
 class TaskStudy(Study):
-    name = "tasks"
-    what = "made-up tasks whose hard places are known, at equal training FLOPs"
     result = "accuracy on hard answers"
     has_own_data = True
 
-    def __init__(self, scale: Scale = FULL) -> None:
-        self.rows = self.task_rows = task_rows()
-        self.scale = scale
+    def __init__(self, name: str = "tasks", scale: Scale = FULL) -> None:
+        """`name`: tasks or tasks-sweep."""
+        self.name, self.scale = name, scale
+        self.what, self.task_rows = {
+            "tasks": ("made-up tasks whose hard places are known, at equal training FLOPs", task_rows()),
+            "tasks-sweep": ("learning rates for `tasks`", sweep_rows()),
+        }[name]
+        self.rows = self.task_rows
 
     def check(self, chosen: Sequence[tuple[str, int]], place: Place) -> None:
         """Nothing is read from anywhere."""
 
     def make_record(self, row: str, seed: int, place: Place) -> Record:
         known = self.task_rows[row]
-        trained = train_run(replace(run_of(row, known, seed, self.scale), out=place.run(row, seed)))
-        config, task = trained.config, task_named(known.task)
+        task, data = task_named(known.task), place.runs / "tasks" / f"data-{known.task}-seed{seed}"
+        data.parent.mkdir(parents=True, exist_ok=True)
+        write_task(data, task, n_examples=n_examples(known.task, self.scale), seed=seed)
+        config = run_of(f"{self.name}/{row}-seed{seed}", known, seed, self.scale, data=str(data))
+        trained = train_run(replace(config, out=place.run(row, seed)))
         source = provenance()
         with joined("auto") as world:
             model = load(find_model(trained.checkpoint), device=world.device, dtype=torch.float32)
@@ -63,7 +78,7 @@ class TaskStudy(Study):
             "wall_seconds": trained.seconds,
             "resumed_at": trained.resumed_at,
             "device": device,
-            "command": f"thoughtbubbles reproduce tasks --only {row} --seed {seed}",
+            "command": f"thoughtbubbles reproduce {self.name} --only {row} --seed {seed}",
             **{name: source[name] for name in ("commit", "versions", "time")},
             "config": settings,
             "curve": [[step, round(loss, 5)] for step, loss in curve(trained.lines)],
@@ -74,7 +89,7 @@ class TaskStudy(Study):
     def done(self, out: Path) -> Mapping[str, Mapping[int, str]]:
         return {
             row: {seed: f"{hard_accuracy(record, 'val'):.1%}" for seed, record in seeds.items()}
-            for row, seeds in read_task_records(out).items()
+            for row, seeds in read_task_records(out, self.name).items()
         }
 
     def compare(self, before: Record, again: Record) -> tuple[bool, str]:
