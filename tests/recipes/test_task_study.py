@@ -186,6 +186,13 @@ def test_what_is_ahead_of_every_rival_is_said(three_seeds: Path):
     assert "behind at least one of them: `r2` in `khop`." in answer(read_task_records(three_seeds))
 
 
+def test_equal_accuracies_are_no_difference(tmp_path: Path):
+    for form in ("r2", "plain", "heads", "copy-2"):
+        for seed in range(3):
+            made_up(tmp_path, form, seed, {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0})
+    assert "| `khop` | `r2` | +0.0 ± 0.0 | +0.0 ± 0.0 | +0.0 ± 0.0 |" in help_table(read_task_records(tmp_path))
+
+
 def test_a_table_has_means_and_the_spread_over_seeds(three_seeds: Path):
     table = task_table("khop", of_task(read_task_records(three_seeds), "khop"))
     assert "| `r2` | causal selection, 2 streams per token | 3 | 10 | 71.0 % (70.0–72.0) |" in table

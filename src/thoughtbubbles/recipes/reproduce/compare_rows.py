@@ -32,7 +32,7 @@ class Difference:
     @property
     def is_measurable(self) -> bool:
         """Whether its interval of 95 % confidence leaves out 0."""
-        return self.error is not None and abs(self.mean) >= self.quantile * self.error
+        return self.error is not None and self.mean != 0 and abs(self.mean) >= self.quantile * self.error
 
     @property
     def quantile(self) -> float:

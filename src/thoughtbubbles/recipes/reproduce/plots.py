@@ -36,6 +36,7 @@ LOOKS = {  # colour and marker
     "ensemble": ("#9A9A9A", "h"),
 }
 OTHER = ("#5B4B8A", "*")
+MOST_WHOLE = 30  # counts up to this many have whole numbers on the axis
 NEAR = 0.1  # of the width: points closer than that share a column of names
 
 
@@ -98,6 +99,8 @@ def draw_lines(axes: Any, figure: Figure) -> None:
         axes.set_ylim(*visible(figure.series, [0.0] * is_difference))
         if is_difference:
             axes.axhline(0, color=INK, linewidth=1)
+        if all(x == int(x) and x <= MOST_WHOLE for series in figure.series.values() for x in series.x):
+            axes.xaxis.get_major_locator().set_params(integer=True)
     label_ends(axes, figure.series)
 
 
