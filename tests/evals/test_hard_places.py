@@ -125,7 +125,7 @@ def saved(tmp_path: Path) -> Path:
 def test_the_command_shows_and_writes(saved: Path, capsys: pytest.CaptureFixture[str]):
     main(["eval", "--checkpoint", str(saved), "--tasks", "task:permute", "--limit", "5", "--budget", "1"])
     shown = capsys.readouterr().out
-    assert "task:permute: what is in a cup after several exchanges?" in shown
+    assert "task:permute: what is in five cups after several exchanges?" in shown
     assert "deeper" in shown
     found = json.loads((saved / "eval" / "task-permute.json").read_text())
     expected = measure_task(model_of().float(), TASKS["permute"], "deeper", n_examples=5, budget=1)

@@ -31,9 +31,13 @@ class Lookups(Variant):
         shown = random.sample(letters, n)
         writer = Writer()
         writer.say("".join(f"{letter}{'-+'[bits[letter]]}" for letter in shown) + ":")
-        for _ in range(self.questions):
+        asked: set[tuple[int, int]] = set()
+        while len(asked) < self.questions:
             m = some(random, self.places)
             at = random.randrange(n - m + 1)
+            if (m, at) in asked:  # its answer could be copied
+                continue
+            asked.add((m, at))
             number = 0
             for letter in letters[at : at + m]:
                 number = 2 * number + bits[letter]

@@ -2,8 +2,9 @@
 
     parity    011?e100?o    after each "?": is the number of ones so far even or odd? The answer before is known, so the
                             work is the number of bits since then
-    permute   >13>25?3c     five cups hold a b c d e; ">13" exchanges cups 1 and 3; "?3" asks what cup 3 holds. An
-                            answer says little about the other cups, so the work is the number of all moves so far
+    permute   >13>25=ceadb  five cups hold a b c d e; ">13" exchanges cups 1 and 3; after "=" comes what they hold. An
+                            answer does not help with the next cup, so the work of each is the number of moves; the
+                            last one is what is left over, which is easy
 
 Both can be solved one move at a time by a recurrent state, which a transformer does not have: it has to combine the
 moves within its layers.
@@ -40,19 +41,18 @@ class Parity(Variant):
 @dataclass(frozen=True, kw_only=True)
 class Permute(Variant):
     moves: tuple[int, int] = (1, 12)
-    """Before the last question; half of them are also followed by one."""
 
     def make(self, random: Random) -> Example:
         writer, cups = Writer(), list(CUPS)
-        last = some(random, self.moves)
-        for done in range(1, last + 1):
+        moves = some(random, self.moves)
+        for _ in range(moves):
             i, j = sorted(random.sample(range(len(cups)), 2))
             cups[i], cups[j] = cups[j], cups[i]
             writer.say(f">{i + 1}{j + 1}")
-            if done == last or (done >= self.moves[0] and random.randrange(2)):
-                asked = random.randrange(len(cups))
-                writer.say(f"?{asked + 1}")
-                writer.answer(cups[asked], work=done)
+        writer.say("=")
+        for held in cups[:-1]:
+            writer.answer(held, work=moves)
+        writer.answer(cups[-1], work=0)
         return writer.example()
 
     @property
@@ -68,7 +68,7 @@ PARITY = Task(
 )
 PERMUTE = Task(
     name="permute",
-    what="what is in a cup after several exchanges?",
+    what="what is in five cups after several exchanges?",
     splits={"train": Permute(), "deeper": Permute(moves=(13, 18))},
-    block_size=112,
+    block_size=64,
 )
