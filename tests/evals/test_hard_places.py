@@ -67,6 +67,8 @@ def test_streams_at_hard_and_easy_positions():
     for example in islice(task.examples("longer", seed=1), N):
         for at, n in enumerate(streams_per_token(model, list(example.text.encode()))):
             sizes[str(example.hard.get(at, "easy"))].append(n)
+            if at not in example.hard and any(example.text[hard] == example.text[at] for hard in example.hard):
+                sizes["alike"].append(n)
     assert {work: layers[-1] for work, layers in found["streams"].items()} == pytest.approx(
         {work: fmean(each) for work, each in sizes.items()}
     )
@@ -127,7 +129,7 @@ def test_the_command_shows_and_writes(saved: Path, capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     assert "task:permute: what is in five cups after several exchanges?" in shown
     assert "deeper" in shown
-    found = json.loads((saved / "eval" / "task-permute.json").read_text())
+    found = json.loads((saved / "eval" / "task-permute-r1-limit5.json").read_text())
     expected = measure_task(model_of().float(), TASKS["permute"], "deeper", n_examples=5, budget=1)
     assert found["splits"]["deeper"] == json.loads(json.dumps(expected))
 
@@ -138,6 +140,7 @@ def test_the_command_shows_and_writes(saved: Path, capsys: pytest.CaptureFixture
         (["task:khop"], "--tasks task:khop: has texts of up to 232 tokens, but the model's context length"),
         (["task:permute", "--budget", "1", "2"], "--budget 1 2: with made-up tasks give one"),
         (["task:permute", "--budget", "0"], "--budget"),
+        (["task:permute", "--dtype", "bfloat16"], "--dtype bfloat16: made-up tasks are measured in float32"),
     ],
 )
 def test_mistakes_are_named(saved: Path, words: list[str], expected: str):

@@ -155,6 +155,6 @@ def test_compiled_generation_is_generation():
     assert found["again_the_same"]
     assert found["lengths"] == found["asked"]
     assert found["with_other_streams"] < 0.2  # in bfloat16 a decision now and then falls on the other side
-    assert found["log_prob"] < BFLOAT16  # of tokens before the first such decision
-    assert found["far"] < 0.02  # a decision within the prompt, which is not compared, changes all that follows
+    assert found["other_prompts"] < 0.3  # likewise; their texts are not compared
+    assert found["log_prob"] < 10 * BFLOAT16  # of tokens before the first such decision
     assert found["streamed"] == "length"

@@ -74,18 +74,21 @@ def write(path: Path, records: list[dict]) -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Made-up benchmarks in `data`, and models to start from: `r2`, `plain` and a plain one with GPT-2's tokens."""
+    """Made-up benchmarks in `data`, and models to start from.
+
+    `r2` and `plain` have a short context; `long` is plain too, and `gpt2` also has GPT-2's tokens.
+    """
     folder = tmp_path_factory.mktemp("finetune")
     (folder / "data").mkdir()
     write(folder / "data" / f"clutrr.data_{SET}.jsonl", STORIES)
     write(folder / "data" / "gsm8k_augformat.train.jsonl", EQUATIONS)
     write(folder / "data" / "gsm8k_augformat.validation.jsonl", [{**EQUATIONS[0], "question": "One fig?"}])
     write(folder / "data" / "gsm8k.test.jsonl", QUESTIONS)
-    for name, config in (("r2", TINY), ("plain", PLAIN)):
+    for name, config in (("r2", TINY), ("plain", PLAIN), ("long", replace(PLAIN, block_size=512))):
         save_model(folder / name, lively_model(config, dtype=torch.float32), tokenizer=BYTES)
     save_model(
         folder / "gpt2",
-        Thoughtbubbles(replace(PLAIN, vocab_size=50304)),
+        Thoughtbubbles(replace(PLAIN, vocab_size=50304, block_size=512)),
         tokenizer=tokenizer("gpt2"),
     )
     return folder
@@ -103,7 +106,7 @@ def clutrr(home: Path, **changes) -> ClutrrStudy:
 
 
 def gsm8k(home: Path, **changes) -> Gsm8kStudy:
-    return Gsm8kStudy(**{"rows_per_step": 4, "steps": 6, "shipped": home / "r2", **changes})
+    return Gsm8kStudy(**{"block_size": 72, "rows_per_step": 4, "steps": 6, "shipped": home / "r2", **changes})
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +187,8 @@ def test_the_files_of_gsm8k_are_needed(home, tmp_path):
     shutil.copytree(home / "data", tmp_path / "data")
     (tmp_path / "data" / "gsm8k_augformat.train.jsonl").unlink()
     place = place_in(tmp_path, home, "gsm8k", data_dir=tmp_path / "data")
-    with pytest.raises(ValueError, match=r"has no gsm8k_augformat\.train\.jsonl"):
+    message = r"has no gsm8k_augformat\.train\.jsonl .*whynlp/gsm8k-aug \(or GSM8K's own .* question, steps, answer"
+    with pytest.raises(ValueError, match=message):
         gsm8k(home).check([("shipped-r2", 0)], place)
 
 
@@ -207,6 +211,38 @@ def test_mistakes_end_in_one_line(words, message, home, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_context_of_a_model_must_have_room_for_questions_and_answers(home, tmp_path):
+    found, rows = gsm8k(home, block_size=512), [("shipped-plain", 0)]
+    place = place_in(tmp_path, home, "gsm8k", init={"plain": home / "plain"})
+    with pytest.raises(ValueError, match=r"--init plain=.*plain: has block_size = 72, .* give .* block_size = 512 or"):
+        found.check(rows, place)
+    assert not place.runs.exists()
+    found.check(rows, place_in(tmp_path, home, "gsm8k", init={"plain": home / "long"}))
+    assert Gsm8kStudy().block_size == 512
+
+
+def test_records_of_other_examples_are_noticed_before_training(done, answered, home, tmp_path):
+    """With another tokenizer or set, examples are always other ones: that is no mistake."""
+    data = tmp_path / "data"
+    shutil.copytree(home / "data", data)
+    write(data / f"clutrr.data_{SET}.jsonl", STORIES[1:])
+    write(data / "clutrr.data_db9b8f04.jsonl", STORIES[1:])
+    write(data / "gsm8k_augformat.train.jsonl", EQUATIONS[1:])
+    place = place_in(tmp_path, home, "clutrr", data_dir=data, out=done[0].out)
+    wrong = (
+        rf"clutrr/{SET}-.*-seed0\.json was trained on other examples than those of --data-dir .*; give another --out"
+    )
+    with pytest.raises(ValueError, match=wrong):
+        clutrr(home).check([(f"{SET}-scratch-r2", 0)], place)
+    clutrr(home).check([("db9b8f04-scratch-r2", 0)], place)
+    init = {"plain": home / "plain", "large-plain": home / "gpt2"}
+    place = place_in(tmp_path, home, "gsm8k", data_dir=data, out=answered[0].out, init=init)
+    with pytest.raises(ValueError, match=r"gsm8k/shipped-.*-seed0\.json was trained on other examples"):
+        gsm8k(home).check([("shipped-plain", 1)], place)
+    gsm8k(home).check([("large-plain", 0)], place)
+    gsm8k(home).check([("shipped-plain", 1)], replace(place, data_dir=home / "data"))
+
+
 # Rows of CLUTRR
 
 
@@ -219,7 +255,8 @@ def test_a_record_says_everything_about_its_row(done, home):
     assert records["shipped-plain"]["command"].endswith("--init plain=DIR")
     assert records["scratch-plain"]["start_weights"] is None
     assert (record["steps"], record["tokens"], record["config"]["model"]["block_size"]) == (6, 6 * 4 * 96, 96)
-    index = read_index(place.runs / "clutrr" / f"data-{SET}")
+    (folder,) = (place.runs / "clutrr").glob(f"data-{SET}-*")
+    index = read_index(folder)
     n_train, n_val = (index.notes["documents"][split] for split in ("train", "val"))
     assert n_train + n_val == 24  # no test story
     assert record["text"]["examples"] == n_train
@@ -357,7 +394,7 @@ def test_processes_of_rows_get_the_models_to_start_from(home, tmp_path, monkeypa
 
     monkeypatch.setattr(subprocess, "Popen", Started)
     words = ["--data-dir", str(home / "data"), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
-    init = ["--init", f"plain={home / 'plain'}", f"large-plain={home / 'gpt2'}"]
+    init = ["--init", f"plain={home / 'long'}", f"large-plain={home / 'gpt2'}"]
     main(["reproduce", "gsm8k", "--only", "shipped-plain", "large-plain", "--seed", "0", *init, *words])
     assert len(started) == 2
     for each in started:
@@ -376,12 +413,34 @@ def test_examples_that_rows_share_are_prepared_once(home, tmp_path):
     assert len({job.result() for job in jobs}) == 1
 
 
+@pytest.mark.parametrize("changed", ["train", "validation"])
+def test_a_changed_file_is_prepared_again(changed, home, tmp_path, capfd):
+    """In a folder of its own; and nothing suggests to train another model on it."""
+    data, place = tmp_path / "data", place_in(tmp_path, home, "gsm8k", data_dir=tmp_path / "data")
+    shutil.copytree(home / "data", data)
+    found = gsm8k(home)
+
+    def examples():
+        return found.examples_of(found.planned["shipped-r2"], home / "r2", place)
+
+    before = examples()
+    assert examples() == before
+    write(data / f"gsm8k_augformat.{changed}.jsonl", EQUATIONS[3:])
+    after = examples()
+    assert after.folder != before.folder
+    split = {"train": "train", "validation": "val"}[changed]
+    assert read_index(after.folder).notes["documents"] == {"train": 20, "val": 1, split: 17}
+    assert (after.checksum != before.checksum) == (changed == "train")
+    assert "thoughtbubbles train" not in "".join(capfd.readouterr())
+
+
 # Rows of GSM8K
 
 
 def test_gsm8k_trains_on_every_example(answered):
     place, records = answered
-    index = read_index(place.runs / "gsm8k" / "data-bytes")
+    (folder,) = (place.runs / "gsm8k").glob("data-bytes-*")
+    index = read_index(folder)
     assert index.notes["documents"] == {"train": 20, "val": 1}
     record = records["shipped-plain"]
     assert record["text"]["examples"] == 20

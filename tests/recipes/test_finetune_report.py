@@ -22,7 +22,7 @@ def made_up(protocol: str, row: str, seed: int, test: dict, **changes) -> dict:
     """A record with the fields that tables use."""
     known = {"version": 1, "protocol": protocol, "row": row, "form": row, "seed": seed, "start": "shipped"}
     known |= {"parameters": 7_000_000, "steps": 100, "epochs": 9.99, "device": "NVIDIA H200", "commit": "abc1234"}
-    known |= {"command": "thoughtbubbles …", "time": "2026-01-02", "test": test}
+    known |= {"command": "thoughtbubbles …", "time": "2026-01-02", "wall_seconds": 9.0, "versions": {}, "test": test}
     return {**known, "text": {"tokenizer": "bytes", "checksum": "12345678"}, **changes}
 
 
@@ -73,9 +73,9 @@ def cells(table: str, first: str) -> list[str]:
 
 def test_the_table_by_hops_and_by_set(results):
     by_hops, by_set, streams, *rest = clutrr_table(results).split("\n\n")
-    assert cells(by_hops, "form")[4:] == ["2 hops (3 sets)", "3 hops (3 sets)", "10 hops (2 sets)"]
-    # 2 hops: the mean of 85, 65 and 50; seed 0 is the only one of all three sets. 10 hops: seeds with 35 and 45.
-    assert cells(by_hops, "`shipped-r2`")[2:] == ["3 of 6", "1 to 2", "66.7", "50.0", "40.0 (10.0)"]
+    assert cells(by_hops, "form")[4:] == ["2 hops (2 sets)", "3 hops (2 sets)", "10 hops (2 sets)"]
+    # 2 hops: the mean of 85 and 65, without the set that scratch-plain does not have; seeds with 80 and 70.
+    assert cells(by_hops, "`shipped-r2`")[2:] == ["3 of 6", "1 to 2", "75.0 (10.0)", "70.0 (0.0)", "40.0 (10.0)"]
     assert cells(by_hops, "`scratch-plain`")[2:] == ["2 of 6", "1", "40.0", "30.0", "20.0"]
     assert cells(by_hops, "`scratch-r2`")[2:] == ["not run", "–", "–", "–", "–"]
     assert cells(by_set, "set")[2:] == [f"`{form}`" for form in CLUTRR_FORMS]
@@ -87,6 +87,24 @@ def test_the_table_by_hops_and_by_set(results):
     assert "`scratch-r2` (all sets), `shipped-plain` (all sets), `06b8f2a1-shipped-r2`" in rest[-1]
     assert "`7c5b0e70-scratch-plain`" in rest[-1]
     assert "`089907f8-shipped-r2`" not in rest[-1]
+
+
+def test_forms_without_a_common_set(tmp_path):
+    """By number of hops: both have a set that tests 2 hops, but none of these is the same; 10 hops have one form."""
+    save(
+        tmp_path,
+        clutrr_record("089907f8", "shipped-r2", 0, stories_of({2: 0.9, 10: 0.3})),
+        clutrr_record("7c5b0e70", "scratch-r2", 0, stories_of({2: 0.5, 3: 0.4})),
+    )
+    by_hops, *_ = clutrr_table(tmp_path).split("\n\n")
+    own = "no common set: each form's own"
+    assert cells(by_hops, "form")[4:] == [f"{hops} hops ({own})" for hops in (2, 3, 10)]
+    assert cells(by_hops, "`shipped-r2`")[4:] == ["90.0", "–", "30.0"]
+    assert cells(by_hops, "`scratch-r2`")[4:] == ["50.0", "40.0", "–"]
+    save(tmp_path, clutrr_record("7c5b0e70", "shipped-r2", 0, stories_of({2: 0.1, 3: 0.2})))
+    by_hops, *_ = clutrr_table(tmp_path).split("\n\n")
+    assert cells(by_hops, "form")[4:] == ["2 hops (1 set)", "3 hops (1 set)", f"10 hops ({own})"]
+    assert cells(by_hops, "`shipped-r2`")[4:] == ["10.0", "20.0", "30.0"]
 
 
 def test_every_row_is_run(tmp_path):
@@ -150,8 +168,9 @@ def test_records_that_cannot_be_compared(changes, message, tmp_path):
         read_finetune_records(tmp_path, "clutrr", ())
 
 
-def test_a_damaged_record_is_named(tmp_path):
+@pytest.mark.parametrize("absent", ["test", "versions", "wall_seconds"])
+def test_a_damaged_record_is_named(absent, tmp_path):
     record = clutrr_record(SET, "shipped-r2", 0, stories_of({2: 0.5}))
-    save(tmp_path, {name: value for name, value in record.items() if name != "test"})
-    with pytest.raises(ValueError, match=r"shipped-r2-seed0\.json: has no test"):
+    save(tmp_path, {name: value for name, value in record.items() if name != absent})
+    with pytest.raises(ValueError, match=rf"shipped-r2-seed0\.json: has no {absent}: it is not a record"):
         clutrr_table(tmp_path)

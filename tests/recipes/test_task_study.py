@@ -1,27 +1,40 @@
 """`reproduce tasks`: equal FLOPs, records of a real row, tables and answers from made-up records."""
 
 import json
+from itertools import islice
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from thoughtbubbles.cli import main
 from thoughtbubbles.data.tasks import TASKS
-from thoughtbubbles.model.cost import cost
+from thoughtbubbles.data.tasks.task import VERSION
+from thoughtbubbles.model.cost import flops
 from thoughtbubbles.recipes.reproduce.plots import is_current
 from thoughtbubbles.recipes.reproduce.report import TASKS_PAGE, rendered, task_sections, write_report
 from thoughtbubbles.recipes.reproduce.study import Place
 from thoughtbubbles.recipes.reproduce.tasks.protocol import (
     FORMS,
+    TUNED,
     Scale,
     TaskRow,
+    flops_per_row,
     model_of,
     n_examples,
     run_of,
+    sweep_rows,
     task_rows,
 )
 from thoughtbubbles.recipes.reproduce.tasks.records import accuracy, hard_accuracy, hard_streams, read_task_records
-from thoughtbubbles.recipes.reproduce.tasks.report import answer, help_table, of_task, task_figures, task_table
+from thoughtbubbles.recipes.reproduce.tasks.report import (
+    answer,
+    help_table,
+    of_task,
+    sweep_table,
+    task_figures,
+    task_table,
+)
 from thoughtbubbles.recipes.reproduce.tasks.study import TaskStudy
 
 LITTLE = Scale(width=16, rows=4, steps=4, evaluations=2, eval_tokens=512, examples=6)
@@ -43,10 +56,11 @@ def place_in(folder: Path) -> Place:
 @pytest.mark.parametrize("task", TASKS)
 def test_all_forms_get_the_same_flops(task: str):
     runs = {form: run_of("x", TaskRow(task=task, form=form), 0, data="d") for form in FORMS}
-    flops = {form: run.steps * run.rows * cost(run.model).flops for form, run in runs.items()}
+    texts = [len(example.text) for example in islice(TASKS[task].examples("train", seed=0), 256)]
+    spent = {form: run.steps * fmean(flops(run.model, n) for n in texts) for form, run in runs.items()}
     assert runs["r2"].steps == 6000
-    for form, spent in flops.items():
-        assert spent == pytest.approx(flops["r2"], rel=1e-3), form
+    for form, each in spent.items():
+        assert each == pytest.approx(spent["r2"], rel=1e-3), form
     assert runs["plain"].steps > 1.7 * runs["r2"].steps > 1.7 * runs["r4"].steps
     assert len({(run.tokens_per_step, run.data.mixture) for run in runs.values()}) == 1
     assert max(run.steps * run.rows for run in runs.values()) == n_examples(task)
@@ -80,7 +94,7 @@ def test_a_record(done: Place):
     assert record["splits"]["deeper"]["accuracy"].keys() <= set(map(str, range(13, 19)))
     assert len(record["splits"]["val"]["streams"]["easy"]) == 3  # fork layers
     assert "alone" in json.loads(done.record("permute-block-r2", 0).read_text())["splits"]["val"]
-    assert record["flops"] == pytest.approx(4 * 4 * cost(model_of(TaskRow(task="permute", form="r2"), LITTLE)).flops)
+    assert record["flops"] == pytest.approx(4 * 4 * flops_per_row(TaskRow(task="permute", form="r2"), LITTLE))
     assert record["command"] == "thoughtbubbles reproduce tasks --only permute-r2 --seed 0"
 
 
@@ -122,6 +136,30 @@ def test_mistakes_are_named(tmp_path: Path):
         read_task_records(tmp_path)
 
 
+def test_all_forms_read_the_same_examples(done: Place):
+    folders = sorted(path.name for path in (done.runs / "tasks").glob("data-*"))
+    assert folders == ["data-copy-seed0", "data-permute-seed0"]
+
+
+def test_learning_rates():
+    """The tuned ones are the best of the sweep, once it is recorded."""
+    sweep = sweep_rows()
+    assert len(sweep) == 16
+    assert run_of("x", sweep["parity-r2-lr0.0005"], 0, data="d").optim.lr == 5e-4
+    for form in FORMS:
+        rate = run_of("x", TaskRow(task="copy", form=form), 0, data="d").optim.lr
+        assert rate == TUNED["r2" if model_of(TaskRow(task="copy", form=form)).fork_layers else "plain"]
+    records = read_task_records(RESULTS, "tasks-sweep")
+    if records.keys() != sweep.keys():
+        pytest.skip("tasks-sweep is not recorded yet")
+    for form, tuned in TUNED.items():
+        means = defaultdict(list)
+        for row, known in sweep.items():
+            if known.form == form:
+                means[known.lr].append(accuracy(records[row][0], "val"))
+        assert max(means, key=lambda lr: sum(means[lr])) == tuned
+
+
 def made_up(
     out: Path, form: str, seed: int, right: dict[int, float], *, streams: dict[str, float] | None = None
 ) -> None:
@@ -129,10 +167,11 @@ def made_up(
     val = {
         "count": {str(work): 100 for work in right},
         "accuracy": {str(work): share for work, share in right.items()},
-        "streams": {name: [2.0, n] for name, n in (streams or {"easy": 1.0}).items()},
+        "streams": {name: [2.0, n] for name, n in (streams or {"easy": 1.0, "alike": 1.25}).items()},
     }
     record = {
         "version": 1,
+        "task_version": VERSION,
         "row": f"khop-{form}",
         "task": "khop",
         "form": form,
@@ -155,8 +194,14 @@ def made_up(
 @pytest.fixture
 def three_seeds(tmp_path: Path) -> Path:
     """Hard answers (work 3 and 4): r2 70, 71, 72 %; plain 50 %; heads 60, 60, 61 %; copy-2 40, 90, 65 %."""
-    hard = {"r2": (0.70, 0.71, 0.72), "plain": (0.5, 0.5, 0.5), "heads": (0.6, 0.6, 0.61), "copy-2": (0.4, 0.9, 0.65)}
-    sizes = {"easy": 1.0, "1": 1.0, "2": 2.0, "3": 3.0, "4": 4.0}
+    hard = {
+        "r2": (0.70, 0.71, 0.72),
+        "plain": (0.5, 0.5, 0.5),
+        "heads": (0.6, 0.6, 0.61),
+        "r1": (0.5, 0.51, 0.52),
+        "copy-2": (0.4, 0.9, 0.65),
+    }
+    sizes = {"easy": 1.0, "alike": 1.25, "1": 1.0, "2": 2.0, "3": 3.0, "4": 4.0}
     for form, each in hard.items():
         for seed, share in enumerate(each):
             made_up(tmp_path, form, seed, {1: 1.0, 2: 0.9, 3: share + 0.1, 4: share - 0.1}, streams=sizes)
@@ -175,9 +220,11 @@ def test_what_is_ahead_of_every_rival_is_said(three_seeds: Path):
     records = read_task_records(three_seeds)
     table = help_table(records)
     # +20, 21, 22: 21 ± 1/√3; +10, 11, 11: 10.67 ± 0.33; +30, −19, +7: not measurable
-    assert "| `khop` | `r2` | **+21.0 ± 0.6** | **+10.7 ± 0.3** | +6.0 ± 14.2 |" in table
-    assert "Measurably ahead of all of `plain`, `heads`, `copy-2`, at the same training FLOPs: none." in answer(records)
-    assert "`khop` r2: 2.50 × (2.50–2.50)" in answer(records)
+    assert "| `khop` | `r2` | **+21.0 ± 0.6** | **+10.7 ± 0.3** | **+20.0 ± 0.0** | +6.0 ± 14.2 |" in table
+    assert "Measurably ahead of all of `plain`, `heads`, `r1`, `copy-2`, at the same training FLOPs: none." in answer(
+        records
+    )
+    assert "`khop` r2: 2.00 × (2.00–2.00)" in answer(records)
     for seed in range(3):
         made_up(three_seeds, "copy-2", seed, {1: 1.0, 2: 0.9, 3: 0.3, 4: 0.3})
     assert "at the same training FLOPs: `r2` in `khop`." in answer(read_task_records(three_seeds))
@@ -187,16 +234,50 @@ def test_what_is_ahead_of_every_rival_is_said(three_seeds: Path):
 
 
 def test_equal_accuracies_are_no_difference(tmp_path: Path):
-    for form in ("r2", "plain", "heads", "copy-2"):
+    for form in ("r2", "plain", "heads", "r1", "copy-2"):
         for seed in range(3):
             made_up(tmp_path, form, seed, {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0})
-    assert "| `khop` | `r2` | +0.0 ± 0.0 | +0.0 ± 0.0 | +0.0 ± 0.0 |" in help_table(read_task_records(tmp_path))
+    assert "| `khop` | `r2` | +0.0 ± 0.0 | +0.0 ± 0.0 | +0.0 ± 0.0 | +0.0 ± 0.0 |" in help_table(
+        read_task_records(tmp_path)
+    )
+
+
+def test_the_sweep_has_its_best_in_bold(tmp_path: Path):
+    for lr, share in ((1e-3, 0.5), (2e-3, 0.75)):
+        made_up(tmp_path, "r2", 0, {1: share})
+        record = json.loads((tmp_path / "tasks" / "khop-r2-seed0.json").read_text())
+        path = tmp_path / "tasks-sweep" / f"parity-r2-lr{lr:g}-seed0.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({**record, "row": path.stem.removesuffix("-seed0"), "task": "parity"}))
+    table = sweep_table(read_task_records(tmp_path, "tasks-sweep"))
+    assert "| `parity` | `r2` | not run | 50.0 % | **75.0 %** | not run |" in table
+
+
+def test_records_of_other_texts_are_refused(tmp_path: Path):
+    made_up(tmp_path, "r2", 0, {1: 1.0})
+    path = tmp_path / "tasks" / "khop-r2-seed0.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "task_version": 1}))
+    with pytest.raises(ValueError, match="version 1 of the tasks, now 2; run it again"):
+        read_task_records(tmp_path)
+
+
+def test_a_page_is_made_for_any_of_its_studies(tmp_path: Path):
+    """Also without a record of `tasks`."""
+    made_up(tmp_path, "r2", 0, {1: 1.0})
+    path = tmp_path / "tasks" / "khop-r2-seed0.json"
+    (tmp_path / "tasks-sweep").mkdir()
+    record = {**json.loads(path.read_text()), "row": "parity-r2-lr0.002", "task": "parity"}
+    (tmp_path / "tasks-sweep" / "parity-r2-lr0.002-seed0.json").write_text(json.dumps(record))
+    path.unlink()
+    assert tmp_path / TASKS_PAGE in write_report(tmp_path)
+    assert "tasks-sweep/parity-r2-lr0.002-seed0.json" in (tmp_path / TASKS_PAGE).read_text()
 
 
 def test_a_table_has_means_and_the_spread_over_seeds(three_seeds: Path):
     table = task_table("khop", of_task(read_task_records(three_seeds), "khop"))
     assert "| `r2` | causal selection, 2 streams per token | 3 | 10 | 71.0 % (70.0–72.0) |" in table
-    assert "2.50, 1.00 |" in table
+    assert "2.50, 1.25, 1.00 |" in table
+    assert "|  | a guess |  |  | 16.7 % | 16.7 % | 16.7 % | 16.7 % | 16.7 % | – |" in table
     assert "| `r4` | causal selection, 4 streams per token | not run (3 planned) | – |" in table
 
 

@@ -12,11 +12,13 @@ from thoughtbubbles.cli import main
 from thoughtbubbles.data.shards import open_dataset
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.evals.results import weights_of
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.recipes.reproduce.corpus import open_corpus
+from thoughtbubbles.recipes.reproduce.finetune.gsm8k_aug import examples_file
 from thoughtbubbles.recipes.reproduce.studies import study
 from thoughtbubbles.recipes.reproduce.study import Place
-from thoughtbubbles.recipes.reproduce.two_stage.mixture import mixture_of
+from thoughtbubbles.recipes.reproduce.two_stage.mixture import FILES, mixture_of
 from thoughtbubbles.recipes.reproduce.two_stage.protocol import ROWS, SHARES, TwoStage, text_part
 from thoughtbubbles.recipes.reproduce.two_stage.report import two_stage_table
 from thoughtbubbles.recipes.reproduce.two_stage.study import TwoStageStudy
@@ -142,7 +144,13 @@ def test_a_record_says_everything_about_both_stages(done, corpus, questions):
         assert stage["benchmarks"]["arc_easy"] == {**stage["benchmarks"]["arc_easy"], "documents": 1, "chance": 0.5}
         assert [layer["layer"] for layer in stage["forks"]] == [1, 2]
         assert 1 <= stage["forks"][-1]["streams"] <= 2
+    model = checkpoints(done.run("r2", 3) / "one")[-1] / "model"
+    assert two["start_weights"] == one["weights"] == weights_of(model)
+    assert two["weights"] != one["weights"]
+    assert "start_weights" not in one
+    assert record["resumed_at"] is None
     assert "SmolTalk" in record["substitution"]
+    assert "the paper's GSM8K-aug has 385k examples, here it is the file of --data-dir" in record["substitution"]
     for name in ("device", "commit", "versions", "time", "command"):
         assert name in record
     for place in (done.runs, done.out, corpus, questions):  # no path of the machine
@@ -182,6 +190,12 @@ def test_questions_become_examples(done):
     ]
 
 
+def test_gsm8k_aug_is_the_file_that_gsm8k_trains_on():
+    (file,) = FILES["gsm8k-aug"]
+    assert file.task == examples_file("train")
+    assert file.task.home.endswith("whynlp/gsm8k-aug (or GSM8K's own training questions in its form)")
+
+
 def test_plain_has_no_forks(corpus, questions, tmp_path):
     record = TwoStageStudy(SMALL).make_record("plain", 0, place_in(tmp_path, corpus, questions))
     assert record["two"]["forks"] == []
@@ -214,7 +228,7 @@ def test_between_the_stages(copied, done):
 def test_after_training_before_measuring(stage, copied, done):
     (copied.run("r2", 3) / stage / "stage.json").unlink()
     again = TwoStageStudy(SMALL).make_record("r2", 3, copied)
-    assert again[stage]["resumed_at"] == again[stage]["steps"]
+    assert again["resumed_at"] == again[stage]["resumed_at"] == again[stage]["steps"]
     assert numbers(again[stage]) == numbers(read(done)[stage])
 
 
@@ -226,6 +240,7 @@ def test_in_the_middle_of_stage_two(copied, done):
     mixture = mixture_of(corpus, copied.data_dir, copied.runs / "two-stage")
     run = SMALL.config("two", "r2", 3, corpus=corpus, mixture=mixture, out=home)
     train(replace(run, init_from=copied.run("r2", 3) / "one", save=replace(run.save, keep=9)))
+    shutil.copy(done.run("r2", 3) / "two" / "start.json", home)
     for checkpoint in checkpoints(home)[2:]:
         shutil.rmtree(checkpoint)
     again = TwoStageStudy(SMALL).make_record("r2", 3, copied)
@@ -238,6 +253,68 @@ def test_a_stage_of_other_settings_is_not_taken_for_this_one(copied):
         ValueError, match="one is a stage with other settings or data: delete it, or give another --runs"
     ):
         TwoStageStudy(replace(SMALL, first_steps=9)).make_record("r2", 3, copied)
+
+
+@pytest.fixture
+def changed(copied):
+    """Stage one was trained again, with the same settings, but its weights are different ones."""
+    home = copied.run("r2", 3)
+    one, two = (json.loads((home / stage / "stage.json").read_text()) for stage in ("one", "two"))
+    shutil.rmtree(home / "one")
+    shutil.copytree(home / "two", home / "one")
+    (home / "one" / "stage.json").write_text(json.dumps({**one, "weights": two["weights"]}))
+    return copied
+
+
+OTHER_START = "two was trained from other weights than those of .*one: delete it, or give another --runs"
+
+
+def test_a_stage_two_of_other_weights_is_not_used(changed):
+    with pytest.raises(ValueError, match=OTHER_START):
+        TwoStageStudy(SMALL).make_record("r2", 3, changed)
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_a_stage_two_of_other_weights_is_not_resumed(is_noted, changed):
+    home = changed.run("r2", 3) / "two"
+    (home / "stage.json").unlink()
+    if not is_noted:
+        (home / "start.json").unlink()
+    with pytest.raises(ValueError, match=OTHER_START):
+        TwoStageStudy(SMALL).make_record("r2", 3, changed)
+    assert not (home / "stage.json").exists()
+
+
+def test_weights_that_stage_one_does_not_know(changed):
+    """Its checkpoint was replaced, its results were not."""
+    home = changed.run("r2", 3)
+    shutil.rmtree(home / "two")
+    path = home / "one" / "stage.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "weights": {"model.safetensors": 1}}))
+    with pytest.raises(
+        ValueError, match=r"has other weights than those that .*stage\.json is about: delete stage\.json"
+    ):
+        TwoStageStudy(SMALL).make_record("r2", 3, changed)
+
+
+def test_the_checkpoint_of_stage_one_is_needed_for_training_only(copied, done):
+    home, record = copied.run("r2", 3), read(done)
+    for checkpoint in checkpoints(home / "one"):
+        shutil.rmtree(checkpoint)
+    again = TwoStageStudy(SMALL).make_record("r2", 3, copied)
+    assert (again["one"], again["two"]) == (record["one"], record["two"])
+    shutil.rmtree(home / "two")
+    with pytest.raises(ValueError, match=r"one has results but no checkpoint, .* delete this folder to train"):
+        TwoStageStudy(SMALL).make_record("r2", 3, copied)
+
+
+def test_results_without_the_weights_are_measured_again(copied):
+    path = copied.run("r2", 3) / "one" / "stage.json"
+    path.write_text(
+        json.dumps({name: each for name, each in json.loads(path.read_text()).items() if name != "weights"})
+    )
+    with pytest.raises(ValueError, match=r"stage\.json has no checksums of the weights: delete it, and the stage is"):
+        TwoStageStudy(SMALL).make_record("r2", 3, copied)
 
 
 # Repeating a row
@@ -372,7 +449,9 @@ def made_up(row: str, seed: int, nats: float, gsm8k: float) -> dict:
         "device": "NVIDIA H200",
         "commit": "abc1234",
         "command": "…",
+        "versions": {"torch": "2.11.0"},
         "time": "2026-01-02",
+        "wall_seconds": 200.8,
         "substitution": "no chats",
         "text": {"tokens": 800, "tokenizer": "bytes", "checksum": "12345678"},
         "one": stage(nats, gsm8k, 300_000_000),
@@ -420,7 +499,7 @@ def test_the_error_against_plain_is_over_windows(tmp_path):
     assert "−0.0300 ± 0.0700" in next(line for line in lines if line.startswith("| `r2` ") and "| one |" in line)
 
 
-@pytest.mark.parametrize("absent", ["two", "text"])
+@pytest.mark.parametrize("absent", ["two", "text", "versions", "wall_seconds"])
 def test_a_damaged_record_is_named(absent, tmp_path):
     record = made_up("r1", 0, 3.0, 0.01)
     del record[absent]

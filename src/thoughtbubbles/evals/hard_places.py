@@ -1,5 +1,9 @@
 """Accuracy on a made-up task (data/tasks) by the work that an answer needs, and streams at hard and easy positions.
 
+Streams are those at the hard positions by work, at all others (`easy`), and at those of the others that have the same
+character as a hard position of their example (`alike`): a model that forks at every space has many streams at a hard
+space too, but no more than at the others.
+
 An answer is right if its first character is the model's most likely one, given the true text before it; the rest of a
 word follows from it. Where nothing is hard (`copy`), every answered character counts, as work 0. With block selection
 later tokens influence earlier streams, so each answer is also predicted from its own prefix (`alone`), as in
@@ -21,7 +25,7 @@ from thoughtbubbles.model.budget import BudgetLike
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 BATCH_TOKENS = 1 << 14
-EASY = "easy"
+EASY, ALIKE = "easy", "alike"
 
 
 class Rows(NamedTuple):
@@ -54,8 +58,11 @@ def measure_task(
             hard = example.hard
             for position, work in asked(example).items():
                 right[work].append(predictions[row][position] == ord(example.text[position + 1]))
+            characters = {example.text[position] for position in hard}
             for position in range(len(example.text)):
                 streams[hard.get(position, EASY)].append(sizes[row, position])
+                if position not in hard and example.text[position] in characters:
+                    streams[ALIKE].append(sizes[row, position])
         if is_block(model):
             for work, found in alone_right(model, part, budget):
                 alone[work].append(found)

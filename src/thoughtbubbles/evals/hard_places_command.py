@@ -1,4 +1,7 @@
-"""`thoughtbubbles eval --tasks task:NAME`: a model's accuracy on made-up tasks by work, and where its streams are."""
+"""`thoughtbubbles eval --tasks task:NAME`: a model's accuracy on made-up tasks by work, and where its streams are.
+
+Every process does all of it: it takes seconds.
+"""
 
 import sys
 from pathlib import Path
@@ -11,9 +14,9 @@ from rich.table import Table
 from thoughtbubbles.checkpoint import find_model, load, load_tokenizer
 from thoughtbubbles.data.builtin import BYTES
 from thoughtbubbles.data.tasks import PREFIX, task_named
-from thoughtbubbles.data.tasks.task import Task
+from thoughtbubbles.data.tasks.task import VERSION, Task
 from thoughtbubbles.distributed import joined
-from thoughtbubbles.evals.hard_places import EASY, measure_task
+from thoughtbubbles.evals.hard_places import ALIKE, EASY, measure_task
 from thoughtbubbles.evals.results import home_of
 from thoughtbubbles.evals.settings import Evaluation
 from thoughtbubbles.files import write_json
@@ -45,10 +48,19 @@ def evaluate_tasks(settings: Evaluation) -> None:
                 for split in ("val", *(split for split in task.splits if split != "train"))
             }
             if world.is_first:
-                path = home / f"task-{task.name}.json"
+                path = home / file_name(task, settings)
                 show(task, found, has_forks=bool(model.config.fork_layers))
-                write_json(path, {"checkpoint": str(folder), "task": task.name, "splits": found, **provenance()})
+                about = {"checkpoint": str(folder), "task": task.name, "version": VERSION, "budget": settings.budget}
+                write_json(path, {**about, "splits": found, **provenance()})
                 print(f"written: {path}")
+
+
+def file_name(task: Task, settings: Evaluation) -> str:
+    """One for each combination of settings, so that none replaces another."""
+    limit = () if settings.limit is None else (f"limit{settings.limit}",)
+    return (
+        "-".join(("task", task.name, *(f"r{budget}" for budget in settings.budget), *limit)).replace("/", "_") + ".json"
+    )
 
 
 def check(folder: Path, model: Thoughtbubbles, tasks: list[Task], settings: Evaluation) -> None:
@@ -65,6 +77,8 @@ def check(folder: Path, model: Thoughtbubbles, tasks: list[Task], settings: Eval
                 f"--tasks {PREFIX}{task.name}: has texts of up to {task.block_size} tokens, but the model's context "
                 f"length (block_size) is {model.config.block_size}"
             )
+    if settings.dtype != "float32":
+        raise ValueError(f"--dtype {settings.dtype}: made-up tasks are measured in float32; leave it out")
     if len(settings.budget) > 1:
         raise ValueError(f"--budget {' '.join(settings.budget)}: with made-up tasks give one")
     for budget in settings.budget:
@@ -83,5 +97,7 @@ def show(task: Task, found: dict[str, Any], *, has_forks: bool) -> None:
             streams = [f"{measured['streams'][work][-1]:.2f}" if work in measured["streams"] else "–"] * has_forks
             table.add_row(split * (place == 0), work, str(measured["count"][work]), f"{scored[work]:.1%}", *streams)
         if has_forks:
-            table.add_row("", "easy positions", "", "", f"{measured['streams'][EASY][-1]:.2f}")
+            for name, what in ((ALIKE, "easy, same character"), (EASY, "all easy positions")):
+                if name in measured["streams"]:
+                    table.add_row("", what, "", "", f"{measured['streams'][name][-1]:.2f}")
     Console(width=None if sys.stdout.isatty() else 100).print(table)

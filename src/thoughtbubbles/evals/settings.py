@@ -30,7 +30,8 @@ class Evaluation:
     The budget is always proportional to the tokens of each row.
 
     task:NAME, such as task:khop: a made-up task whose hard places are known, for models that `train task:NAME` has
-    trained: right answers by the work that they need, and the streams where it is done. Only by themselves.
+    trained: right answers by the work that they need, and the streams there, on --limit examples of each split (1,024).
+    Of the other options only --checkpoint, --budget, --device and --out apply.
 
     Every answer of a benchmark is saved immediately: repeat the command after a kill and it resumes (perplexity starts
     again). Under torchrun the ranks share the work.

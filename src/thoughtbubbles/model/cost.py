@@ -39,13 +39,17 @@ def cost(config: ModelConfig, n_tokens: int | None = None) -> Cost:
     n_tokens = config.block_size if n_tokens is None else n_tokens
     streams = streams_by_layer(config, n_tokens)
     decoded = streams[-1] if config.merge == "mixture" else n_tokens
+    return Cost(parameter_count(config), n_tokens, streams, decoded, flops(config, n_tokens))
+
+
+def flops(config: ModelConfig, n_tokens: int) -> int:
+    """Forward + backward of one row."""
+    streams = streams_by_layer(config, n_tokens)
+    decoded = streams[-1] if config.merge == "mixture" else n_tokens
     width = config.width
     weights = 12 * width**2 + (width * config.n_head if config.head_gate else 0)  # of a block's matrices
-    flops = (
-        sum(6 * weights * s + 6 * s**2 * width for s in streams)  # blocks
-        + 6 * width * config.vocab_size * decoded  # output projection
-    )
-    return Cost(parameter_count(config), n_tokens, streams, decoded, flops)
+    blocks = sum(6 * weights * s + 6 * s**2 * width for s in streams)
+    return blocks + 6 * width * config.vocab_size * decoded  # output projection
 
 
 def parameter_count(config: ModelConfig) -> int:

@@ -72,4 +72,6 @@ CHAIN = Task(
         "longer": Chains(chains=(4, 4)),
     },
     block_size=152,
+    is_forced=False,
+    chance=lambda work: 1 / 10,
 )

@@ -31,4 +31,6 @@ COPY = Task(
     what="a string, repeated: nothing is hard",
     splits={"train": Copying(), "longer": Copying(letters=(41, 60))},
     block_size=128,
+    is_forced=False,
+    chance=lambda work: 1 / 26,
 )

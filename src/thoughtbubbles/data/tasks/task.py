@@ -2,10 +2,13 @@
 
 An example is text in bytes, of which some characters are answers. An answer's character says how many steps of work its
 prediction needs: relations to combine, places to look up, moves to follow. 0 is easy: the rest of a word, or copying.
-The work has to be done by the stream that predicts the character, so the *hard position* is the one before it.
+The stream that predicts the character is at the *hard position*, the one before it.
 
-    Mi is To's ral. To is Se's min. Mi is Se's dar.
+    Mi is To's ral. To is Se's tov. Mi is Se's sek.
                                              ^        work 2, at the hard position of the space before it
+
+In some tasks (`is_forced`) nothing before the hard position says what will be asked, so that the work has to be done
+there; in the others a model may also do it earlier, token by token.
 
 Splits: `train`, and `val` of the same kind, told apart by the checksum of the text, so that no text is in both. The
 others differ in structure: more work for an answer than any in training (`deeper`), longer texts (`longer`), names that
@@ -14,7 +17,7 @@ training never sees (`names`).
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -25,7 +28,7 @@ import numpy as np
 
 from thoughtbubbles.data.builtin import encode, write_once
 
-VERSION = 1  # counts changes to the texts of any task
+VERSION = 2  # counts changes to the texts of any task
 VALIDATION = 4  # one text in so many, by its checksum
 VALIDATION_EXAMPLES = 512
 
@@ -93,6 +96,10 @@ class Task:
     """`train`, and those that differ from it in structure."""
     block_size: int
     """Tokens of the longest example of any split, rounded up."""
+    is_forced: bool
+    """Whether the work can only be done at the hard position."""
+    chance: Callable[[int], float]
+    """The share of answers with this work that a guess among the possible ones gets right."""
 
     def variant(self, split: str) -> Variant:
         return self.splits["train" if split == "val" else split]

@@ -96,7 +96,8 @@ def draw_lines(axes: Any, figure: Figure) -> None:
         axes.minorticks_off()
     else:
         is_difference = figure.y.startswith("difference")
-        axes.set_ylim(*visible(figure.series, [0.0] * is_difference))
+        hidden = 0.1 if figure.x.startswith("training") else 0.0
+        axes.set_ylim(*visible(figure.series, [0.0] * is_difference, hidden=hidden))
         if is_difference:
             axes.axhline(0, color=INK, linewidth=1)
         if all(x == int(x) and x <= MOST_WHOLE for series in figure.series.values() for x in series.x):
@@ -104,9 +105,9 @@ def draw_lines(axes: Any, figure: Figure) -> None:
     label_ends(axes, figure.series)
 
 
-def visible(series: Mapping[str, Series], levels: Sequence[float]) -> tuple[float, float]:
-    """Limits that leave out the first tenth of the training, where losses are far higher, and include `levels`."""
-    first = 0.1 * max(x for each in series.values() for x in each.x)
+def visible(series: Mapping[str, Series], levels: Sequence[float], *, hidden: float) -> tuple[float, float]:
+    """Limits that include `levels`, without the first part (`hidden`) of a training, where losses are far higher."""
+    first = hidden * max(x for each in series.values() for x in each.x)
     shown = list(levels) + [
         y + sign * e
         for each in series.values()

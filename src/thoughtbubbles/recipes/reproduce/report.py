@@ -36,6 +36,7 @@ from thoughtbubbles.recipes.reproduce.tasks.report import (
     task_figures,
     task_table,
 )
+from thoughtbubbles.recipes.reproduce.tasks.report import sweep_table as task_sweep_table
 from thoughtbubbles.recipes.reproduce.two_stage.report import two_stage_table
 
 PAGE, TASKS_PAGE, FIGURES = "index.md", "tasks.md", "figures"
@@ -86,14 +87,17 @@ def task_sections(folder: Path) -> dict[str, Callable[[], str]]:
         "clutrr": partial(clutrr_section, folder),
         "gsm8k": partial(gsm8k_table, folder),
         "two-stage": partial(two_stage_table, folder),
+        "tasks-sweep": lambda: task_sweep_table(read_task_records(folder, "tasks-sweep")),
         "tasks-records": lambda: records_table(
-            {
-                f"{name}/{path.name}": read_object(path)
-                for name in ("tasks", "clutrr", "gsm8k", "two-stage")
-                for path in sorted((folder / name).glob("*-seed*.json"))
-            }
+            {f"{path.parent.name}/{path.name}": read_object(path) for path in tasks_page_records(folder)}
         ),
     }
+
+
+def tasks_page_records(folder: Path) -> list[Path]:
+    """Of everything that is on tasks.md."""
+    names = ("tasks", "tasks-sweep", "clutrr", "gsm8k", "two-stage")
+    return [path for name in names for path in sorted((folder / name).glob("*-seed*.json"))]
 
 
 def clutrr_section(folder: Path) -> str:
@@ -151,7 +155,7 @@ def write_report(out: Path) -> list[Path]:
     if not page.exists():
         write_atomically(page, [empty_page(found).encode()])
     tasks = out / TASKS_PAGE
-    if not tasks.exists() and read_task_records(out):
+    if not tasks.exists() and tasks_page_records(out):
         write_atomically(tasks, [empty_tasks_page(out).encode()])
     is_ours = out.parts[-2:] == ("docs", "results") and readme.is_file()
     for each in [page, *[tasks] * tasks.exists(), *[readme] * is_ours]:

@@ -40,7 +40,7 @@ def make_record(found: Protocol, row: str, seed: int, place: Place) -> dict[str,
 
 def text_of(found: Protocol, place: Place) -> Corpus:
     """The corpus, or the part of it that the protocol uses."""
-    assert place.data is not None, "TextStudy.check asks for it"
+    assert place.data is not None, "the command asks for it"
     corpus = open_corpus(place.data)
     if found.text is None:
         return corpus

@@ -1,18 +1,18 @@
 """`reproduce gsm8k`: fine-tuned on chains of equations (the form of GSM8K-aug), then tested on all questions."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from thoughtbubbles.checkpoint import load_tokenizer, read_config
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.evals.documents import data_folder, find_files, open_benchmark
 from thoughtbubbles.evals.tasks.gsm8k import GSM8K
-from thoughtbubbles.evals.tasks.task import Task
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.recipes.reproduce.finetune.examples import Examples, prepared
+from thoughtbubbles.recipes.reproduce.finetune.gsm8k_aug import examples_file
 from thoughtbubbles.recipes.reproduce.finetune.measure import measure_answers
 from thoughtbubbles.recipes.reproduce.finetune.protocol import (
+    GSM8K_BLOCK,
     GSM8K_FORMS,
     GSM8K_ROWS,
     FinetuneRow,
@@ -32,18 +32,28 @@ class Gsm8kStudy(FinetuneStudy):
     def __init__(
         self,
         *,
+        block_size: int = GSM8K_BLOCK,
         rows_per_step: int = GSM8K_ROWS,
         shipped: Path | None = None,
         steps: int | None = None,
         limit: int | None = None,
     ) -> None:
+        """`block_size`: the smallest one that a model given with --init may have."""
         super().__init__(
             GSM8K_FORMS, gsm8k_rows(), rows_per_step=rows_per_step, shipped=shipped, steps=steps, limit=limit
         )
+        self.block_size = block_size
 
     def check_files(self, row: FinetuneRow, folder: Path) -> None:
         for task in (GSM8K, examples_file("train")):
             find_files(task, folder)
+
+    def check_model(self, model: ModelConfig, given: str) -> None:
+        if model.block_size < self.block_size:
+            raise ValueError(
+                f"{given}: has block_size = {model.block_size}, too short for the longest question and an answer of "
+                f"{GSM8K.max_new} tokens; give a model with block_size = {self.block_size} or more"
+            )
 
     def model_of(self, form: Form, start: Path | None) -> ModelConfig:
         """As it was trained: its context length has room for the longest question and an answer of 256 tokens."""
@@ -66,11 +76,6 @@ class Gsm8kStudy(FinetuneStudy):
 
     def measure(self, row: FinetuneRow, model: Thoughtbubbles, tokenizer: Tokenizer, folder: Path) -> Record:
         return measure_answers(model, tokenizer, open_benchmark(GSM8K, folder, limit=self.limit))
-
-
-def examples_file(split: str) -> Task:
-    """As a benchmark, for its file: question, steps and answer on each line."""
-    return replace(GSM8K, file=f"gsm8k_augformat.{split}", fields="question, steps, answer")
 
 
 def validation_file(folder: Path) -> Path | None:

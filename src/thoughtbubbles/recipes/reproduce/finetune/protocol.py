@@ -19,6 +19,7 @@ PLAIN_START = "plain"
 VAL_FRACTION = 0.02  # of CLUTRR's training stories: about 200
 CLUTRR_ROWS = 64  # per step; a row has only two to six tokens that count in the loss
 GSM8K_ROWS = 32
+GSM8K_BLOCK = 512  # tokens: the longest question and an answer of 256
 CLUTRR_BLOCK = 320
 """Tokens per row. With the tokenizer bubbles-7m the longest training story has 222 tokens, the longest test story 258
 with its answer; the longest answer needs four more."""

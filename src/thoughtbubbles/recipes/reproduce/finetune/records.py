@@ -12,7 +12,7 @@ from thoughtbubbles.recipes.reproduce.study import Record
 
 REQUIRED = (
     *("version", "protocol", "row", "form", "seed", "start", "parameters", "steps", "epochs", "device", "commit"),
-    *("command", "time", "text", "test"),
+    *("versions", "command", "time", "wall_seconds", "text", "test"),
 )
 BySeed = Mapping[int, Record]
 BySet = Mapping[str, BySeed]  # of one form of CLUTRR

@@ -29,10 +29,11 @@ from thoughtbubbles.recipes.reproduce.tables import NONE_YET, markdown
 
 CLUTRR_NOTE = (
     "Accuracy in percent: the answer that the model finds most likely, out of 18 relations, each with the end-of-text "
-    "after it. By hops: the mean over the sets that test so many hops; in parentheses the spread over seeds, the "
-    "largest minus the smallest. By set: all its test stories; ± is the standard error over them. "
-    "A set tests only 2 chains of relations of 2 hops and 7 or 8 of 3 hops, each in many stories, so the error of "
-    "short stories is larger than it seems; from 5 hops on, every story has its own chain."
+    "after it. By hops: the mean over the sets that test so many hops and that every form with a record was run on; in "
+    "parentheses the spread over seeds, the largest minus the smallest. Where no set is common, it is the mean over "
+    "each form's own sets, and forms cannot be compared. By set: all its test stories; ± is the standard error over "
+    "them. A set tests only 2 chains of relations of 2 hops and 7 or 8 of 3 hops, each in many stories, so the error "
+    "of short stories is larger than it seems; from 5 hops on, every story has its own chain."
 )
 GSM8K_NOTE = (
     "± is the standard error over questions; in parentheses the spread over seeds, the largest minus the smallest. "
@@ -49,22 +50,31 @@ def clutrr_table(out: Path) -> str:
 
 
 def hops_table(found: Mapping[str, BySet]) -> str:
+    """Forms are compared on the same sets: those that every form with a record has."""
     testing: dict[int, set[str]] = {}  # the sets that have stories of so many hops
     for by_set in found.values():
         for name, seeds in by_set.items():
             for hops in by_hops(next(iter(seeds.values()))):
                 testing.setdefault(hops, set()).add(name)
+    common = set.intersection(*(set(by_set) for by_set in found.values() if by_set))
     columns = sorted(testing)
-    headings = [f"{hops} hops ({len(testing[hops])} set{'s' * (len(testing[hops]) > 1)})" for hops in columns]
+    headings = [f"{hops} hops ({hops_sets(len(testing[hops] & common))})" for hops in columns]
+    averaged = {hops: testing[hops] & common or testing[hops] for hops in columns}
     lines = []
     for form, by_set in found.items():
         about = [f"`{form}`", CLUTRR_FORMS[form].what]
         if by_set:
-            cells = [hops_cell([by_set[name] for name in by_set if name in testing[hops]], hops) for hops in columns]
+            cells = [hops_cell([by_set[name] for name in by_set if name in averaged[hops]], hops) for hops in columns]
             lines.append([*about, f"{len(by_set)} of {len(SETS)}", n_seeds(by_set), *cells])
         else:
             lines.append([*about, "not run", *["–"] * (1 + len(columns))])
     return markdown(("form", "model", "sets", "seeds", *headings), lines)
+
+
+def hops_sets(n_common: int) -> str:
+    if n_common == 0:
+        return "no common set: each form's own"
+    return f"{n_common} set{'s' * (n_common > 1)}"
 
 
 def hops_cell(sets: Sequence[BySeed], hops: int) -> str:

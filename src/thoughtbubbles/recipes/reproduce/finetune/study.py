@@ -68,12 +68,29 @@ class FinetuneStudy(Study):
         """Of the test questions in the folder of the benchmarks."""
 
     def check(self, chosen: Sequence[tuple[str, int]], place: Place) -> None:
-        """The files of the benchmark and the models to start from are there, and fit each other."""
+        """The files of the benchmark and the models to start from are there, and fit each other and the records."""
         folder = data_folder(place.data_dir)
+        needed: dict[tuple[str | None, Path | None], FinetuneRow] = {}  # by the examples that rows are trained on
         for name in dict.fromkeys(name for name, _ in chosen):
             row = self.planned[name]
             self.check_files(row, folder)
-            self.start_of(name, place)
+            needed[row.set, self.start_of(name, place)] = row
+        records = read_finetune_records(place.out, self.name, self.rows)
+        for (_, start), row in needed.items():
+            self._check_examples(row.set, self.examples_of(row, start, place), records, place)
+
+    def _check_examples(
+        self, of_set: str | None, ours: Examples, records: Mapping[str, Mapping[int, Record]], place: Place
+    ) -> None:
+        """Records of other examples in the same folder could never be compared with those of these."""
+        for record in (record for seeds in records.values() for record in seeds.values()):
+            text = record["text"]
+            is_comparable = (record.get("set"), text["tokenizer"]) == (of_set, ours.tokenizer)
+            if is_comparable and text["checksum"] != ours.checksum:
+                raise ValueError(
+                    f"--out {place.out}: {self.name}/{record['row']}-seed{record['seed']}.json was trained on other "
+                    f"examples than those of --data-dir {data_folder(place.data_dir)}; give another --out"
+                )
 
     def start_of(self, name: str, place: Place) -> Path | None:
         """The model folder that a row starts from; None: random weights."""
@@ -98,10 +115,14 @@ class FinetuneStudy(Study):
         if tokenizer is None:
             raise ValueError(f"{given}: has no tokenizer.json; give a model that was saved with its tokenizer")
         self.check_tokenizer(tokenizer, given)
+        self.check_model(read_config(folder), given)
         return folder
 
     def check_tokenizer(self, tokenizer: Tokenizer, given: str) -> None:
         """Of a model that was given with --init."""
+
+    def check_model(self, model: ModelConfig, given: str) -> None:
+        """One that was given with --init."""
 
     def config_of(self, row: str, seed: int, place: Place, examples: Examples) -> RunConfig:
         form, start = self.forms[self.planned[row].form], self.start_of(row, place)

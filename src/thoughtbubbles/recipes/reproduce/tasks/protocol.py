@@ -8,19 +8,23 @@ allow, with the learning rate schedule stretched. Within a seed all forms read t
 none is seen twice.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import islice
 from typing import Any
 
 from thoughtbubbles.data.tasks import TASKS, task_named
 from thoughtbubbles.model.config import ModelConfig
-from thoughtbubbles.model.cost import cost
+from thoughtbubbles.model.cost import flops
 from thoughtbubbles.recipes.reproduce.protocols import GROUP
 from thoughtbubbles.train.config import DataConfig, EvalConfig, LogConfig, OptimConfig, RunConfig, SaveConfig
 
 SEEDS = (0, 1, 2)
 VOCABULARY = 384  # 256 bytes and end-of-text, rounded up
 FORKS = {"fork_layers": (1, 2, 3), "merge": "residual"}
+SAMPLE = 256  # training examples whose lengths stand for all
 REFERENCE = "r2"  # the form whose FLOPs all others get
 # Learning rates of the forms without fork layers and of those with them. Once `tasks-sweep` is recorded, a test
 # compares them with its best ones.
@@ -121,8 +125,21 @@ def run_of(name: str, row: TaskRow, seed: int, scale: Scale = FULL, *, data: str
 
 def steps_of(row: TaskRow, scale: Scale = FULL) -> int:
     """As many as cost what the steps of the reference form cost."""
-    own, reference = (cost(model_of(each, scale)).flops for each in (row, TaskRow(task=row.task, form=REFERENCE)))
+    own, reference = (flops_per_row(each, scale) for each in (row, TaskRow(task=row.task, form=REFERENCE)))
     return max(1, round(scale.steps * reference / own))
+
+
+def flops_per_row(row: TaskRow, scale: Scale = FULL) -> float:
+    """Forward and backward of a training example at its real length: padding does not count as work."""
+    model, counts = model_of(row, scale), lengths(row.task)
+    return sum(n * flops(model, n_tokens) for n_tokens, n in counts.items()) / sum(counts.values())
+
+
+@cache
+def lengths(task: str) -> Counter[int]:
+    """How often each length occurs among some training examples."""
+    some = islice(task_named(task).examples("train", seed=0), SAMPLE)
+    return Counter(len(example.tokens) - 1 for example in some)
 
 
 def n_examples(task: str, scale: Scale = FULL) -> int:

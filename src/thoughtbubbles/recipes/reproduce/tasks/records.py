@@ -3,12 +3,29 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from thoughtbubbles.evals.hard_places import EASY
+from thoughtbubbles.data.tasks.task import VERSION
+from thoughtbubbles.evals.hard_places import ALIKE, EASY
 from thoughtbubbles.files import read_object
 from thoughtbubbles.recipes.reproduce.study import Record
 from thoughtbubbles.recipes.reproduce.tasks.protocol import sweep_rows, task_rows
 
-REQUIRED = ("version", "row", "task", "form", "seed", "steps", "flops", "device", "commit", "command", "time", "splits")
+REQUIRED = (
+    *(
+        "version",
+        "task_version",
+        "row",
+        "task",
+        "form",
+        "seed",
+        "steps",
+        "flops",
+        "device",
+        "commit",
+        "command",
+        "time",
+    ),
+    *("versions", "wall_seconds", "splits"),
+)
 
 
 def read_task_records(out: Path, name: str = "tasks") -> dict[str, dict[int, Record]]:
@@ -21,6 +38,10 @@ def read_task_records(out: Path, name: str = "tasks") -> dict[str, dict[int, Rec
             raise ValueError(f"{path}: has no {absent[0]}: it is not a record of `reproduce {name}`, or damaged")
         if path.stem != f"{record['row']}-seed{record['seed']}":
             raise ValueError(f"{path}: is a record of {record['row']}-seed{record['seed']}; rename it")
+        if record["task_version"] != VERSION:
+            raise ValueError(
+                f"{path}: is of version {record['task_version']} of the tasks, now {VERSION}; run it again"
+            )
         found.setdefault(record["row"], {})[record["seed"]] = record
     order = [*(task_rows() if name == "tasks" else sweep_rows()), *found]
     return {row: dict(sorted(found[row].items())) for row in dict.fromkeys(order) if row in found}
@@ -48,6 +69,6 @@ def streams(record: Record, split: str) -> dict[str, float]:
 def hard_streams(record: Record, split: str) -> float | None:
     """At hard positions; None where there are none."""
     measured = record["splits"][split]
-    found = {name: n for name, n in streams(record, split).items() if name != EASY}
+    found = {name: n for name, n in streams(record, split).items() if name not in (EASY, ALIKE)}
     total = sum(measured["count"][name] for name in found)
     return sum(n * measured["count"][name] for name, n in found.items()) / total if found else None

@@ -1,23 +1,24 @@
 """The page of `reproduce tasks`: a table per task, figures, and a plain answer to both questions, from the records.
 
-Do forks go where the work is: streams at hard positions against easy ones. Do they help there: accuracy on hard
-answers, the upper half of the work that training has, against each form without forks, paired by seed.
+Do forks go where the work is: streams at hard positions against easy ones with the same character, in the tasks where
+the work can only be done there. Do they help there: accuracy on hard answers, the upper half of the work that training
+has, against each form without forks, paired by seed.
 """
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from thoughtbubbles.data.tasks import TASKS
-from thoughtbubbles.evals.hard_places import EASY
+from thoughtbubbles.evals.hard_places import ALIKE, EASY
 from thoughtbubbles.recipes.reproduce.compare_rows import Difference, of_seeds
 from thoughtbubbles.recipes.reproduce.figures import Figure, Series, rounded
 from thoughtbubbles.recipes.reproduce.study import Record
 from thoughtbubbles.recipes.reproduce.tables import NONE_YET, markdown
-from thoughtbubbles.recipes.reproduce.tasks.protocol import FORMS, SEEDS
+from thoughtbubbles.recipes.reproduce.tasks.protocol import FORMS, SEEDS, SWEPT_RATES, sweep_rows
 from thoughtbubbles.recipes.reproduce.tasks.records import accuracy, hard_accuracy, hard_streams, streams
 
 Records = Mapping[str, Mapping[int, Record]]  # of a task, by form and seed
-RIVALS = ("plain", "heads", "copy-2")  # what bubbles have to beat, at the same FLOPs
+RIVALS = ("plain", "heads", "r1", "copy-2")  # what bubbles have to beat, at the same FLOPs
 BUBBLES = ("r2", "r4")
 FORKING = ("block-r2", "block-r4", "r2", "r4")
 
@@ -29,10 +30,27 @@ def of_task(records: Mapping[str, Mapping[int, Record]], task: str) -> Records:
 def task_table(task: str, found: Records) -> str:
     """A line per form, also for those that are not run."""
     splits = ["val", *(split for split in TASKS[task].splits if split != "train")]
-    headings = ("form", "model", "seeds", "steps", *(_headings(task, splits)), "streams: hard, easy")
-    table = markdown(headings, (_line(task, form, found.get(form, {}), splits) for form in FORMS))
+    headings = (
+        "form",
+        "model",
+        "seeds",
+        "steps",
+        *(_headings(task, splits)),
+        "streams: hard, easy with the same character, easy",
+    )
+    lines = [_line(task, form, found.get(form, {}), splits) for form in FORMS]
+    table = markdown(headings, [*lines, _chance(task, splits)])
     example = next(TASKS[task].examples("val", seed=0)).text
-    return f"{TASKS[task].what.capitalize()}. For example: `{example}`\n\n{table}"
+    what = TASKS[task].what.capitalize().removesuffix("?")
+    return f"{what}{'?' * TASKS[task].what.endswith('?') or '.'} For example: `{example}`\n\n{table}"
+
+
+def _chance(task: str, splits: Sequence[str]) -> list[str]:
+    """A guess among the possible answers, for the same columns."""
+    known, hard = TASKS[task], list(TASKS[task].variant("train").work)
+    ranges = [hard[len(hard) // 2 :], *([hard] if hard else []), *(list(known.variant(s).work) for s in splits[1:])]
+    shares = (statistics.fmean(map(known.chance, works or [0])) for works in ranges)
+    return ["", "a guess", "", "", *(f"{100 * share:.1f} %" for share in shares), "–"]
 
 
 def _headings(task: str, splits: Sequence[str]) -> list[str]:
@@ -68,9 +86,9 @@ def spread(values: Sequence[float]) -> str:
 def _streams(form: str, records: Mapping[int, Record]) -> str:
     if form not in FORKING:
         return "–"
-    easy = statistics.fmean(streams(record, "val")[EASY] for record in records.values())
     hard = [found for record in records.values() if (found := hard_streams(record, "val")) is not None]
-    return f"{statistics.fmean(hard):.2f}, {easy:.2f}" if hard else f"–, {easy:.2f}"
+    others = [[n for record in records.values() if (n := streams(record, "val").get(kind))] for kind in (ALIKE, EASY)]
+    return ", ".join(f"{statistics.fmean(each):.2f}" if each else "–" for each in (hard, *others))
 
 
 def gap(found: Records, form: str, other: str, value: Callable[[Record], float]) -> Difference | None:
@@ -113,18 +131,20 @@ def answer(records: Mapping[str, Mapping[int, Record]]) -> str:
 
 def where(records: Mapping[str, Mapping[int, Record]]) -> str:
     parts = []
-    for task in TASKS:
+    for task in (task for task in TASKS if TASKS[task].is_forced):
         for form in BUBBLES:
-            each = of_task(records, task).get(form, {})
             ratios = [
-                hard / streams(record, "val")[EASY]
-                for record in each.values()
+                hard / streams(record, "val")[ALIKE]
+                for record in of_task(records, task).get(form, {}).values()
                 if (hard := hard_streams(record, "val")) is not None
             ]
             if ratios:
                 parts.append(f"`{task}` {form}: {statistics.fmean(ratios):.2f} × ({min(ratios):.2f}–{max(ratios):.2f})")
-    shown = "; ".join(parts) or NONE_YET
-    return f"**Do forks go where the work is?** Streams at hard positions over streams at easy ones: {shown}."
+    return (
+        "**Do forks go where the work is?** Streams at hard positions over streams at easy ones with the same "
+        f"character: {'; '.join(parts) or NONE_YET}. In the other tasks a model can do the work before it is asked, so "
+        "their streams at the question prove nothing."
+    )
 
 
 def whether(records: Mapping[str, Mapping[int, Record]]) -> str:
@@ -191,7 +211,10 @@ def streams_figure(task: str, found: Records) -> Figure:
         records = list(found.get(form, {}).values())
         if not records:
             continue
-        each = [{0 if work == EASY else int(work): n for work, n in streams(r, "val").items()} for r in records]
+        each = [
+            {0 if work == EASY else int(work): n for work, n in streams(r, "val").items() if work != ALIKE}
+            for r in records
+        ]
         works = sorted(set.intersection(*map(set, each)))
         values = [[one[work] for one in each] for work in works]
         series[form] = Series(
@@ -208,6 +231,23 @@ def streams_figure(task: str, found: Records) -> Figure:
         series=series,
         sentence=f"Streams after the last fork layer in `{task}`." if series else NONE_YET,
     )
+
+
+def sweep_table(records: Mapping[str, Mapping[int, Record]]) -> str:
+    """Right answers of `val` by learning rate, of all work; the best of each model is bold."""
+    rows = sweep_rows()
+    if not records:
+        return NONE_YET
+    lines = []
+    for task, form in dict.fromkeys((row.task, row.form) for row in rows.values()):
+        own = {row.lr: name for name, row in rows.items() if (row.task, row.form) == (task, form)}
+        shares = {lr: accuracy(records[name][0], "val") for lr, name in own.items() if 0 in records.get(name, {})}
+        best = max(shares, key=shares.__getitem__, default=None)
+        cells = [f"{100 * shares[lr]:.1f} %" if lr in shares else "not run" for lr in own]
+        lines.append(
+            [f"`{task}`", f"`{form}`", *(f"**{c}**" if lr == best else c for lr, c in zip(own, cells, strict=True))]
+        )
+    return markdown(("task", "form", *(f"lr {lr:g}" for lr in SWEPT_RATES)), lines)
 
 
 def task_figures(records: Mapping[str, Mapping[int, Record]]) -> list[Figure]:

@@ -1,5 +1,6 @@
 """Runs one row of `reproduce tasks`: trains a form on a task, then measures it on all splits of the task."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from thoughtbubbles.recipes.reproduce.tasks.protocol import (
     FORMS,
     FULL,
     Scale,
+    flops_per_row,
     n_examples,
     run_of,
     sweep_rows,
@@ -50,6 +52,9 @@ class TaskStudy(Study):
         known = self.task_rows[row]
         task, data = task_named(known.task), place.runs / "tasks" / f"data-{known.task}-seed{seed}"
         data.parent.mkdir(parents=True, exist_ok=True)
+        if not data.exists():
+            n = n_examples(known.task, self.scale)
+            print(f"writing {n:,} examples of {known.task}, {n / 1e4:.0f} seconds or so", file=sys.stderr)
         write_task(data, task, n_examples=n_examples(known.task, self.scale), seed=seed)
         config = run_of(f"{self.name}/{row}-seed{seed}", known, seed, self.scale, data=str(data))
         trained = train_run(replace(config, out=place.run(row, seed)))
@@ -74,7 +79,7 @@ class TaskStudy(Study):
             "parameters": parameter_count(config.model),
             "steps": config.steps,
             "tokens": config.tokens,
-            "flops": config.flops_per_row * config.rows * config.steps,
+            "flops": flops_per_row(known, self.scale) * config.rows * config.steps,
             "wall_seconds": trained.seconds,
             "resumed_at": trained.resumed_at,
             "device": device,

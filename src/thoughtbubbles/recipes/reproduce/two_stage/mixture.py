@@ -22,6 +22,7 @@ from thoughtbubbles.evals.tasks import TASKS
 from thoughtbubbles.evals.tasks.task import Task, place_of, text_of, texts_of
 from thoughtbubbles.files import locked, write_atomically
 from thoughtbubbles.recipes.reproduce.corpus import Corpus
+from thoughtbubbles.recipes.reproduce.finetune.gsm8k_aug import examples_file
 from thoughtbubbles.recipes.reproduce.two_stage.protocol import SHARES, TEXT, MixturePart, text_part
 
 Line = Mapping[str, Any]
@@ -46,15 +47,8 @@ def with_choices(line: Line, *, gold: str) -> dict[str, Any]:
     return {"question": text_of(line, "question"), "choices": choices, "answer": place_of(line, gold, len(choices))}
 
 
-AUGMENTED = replace(
-    TASKS["gsm8k"],
-    name="gsm8k-aug",
-    file="gsm8k_augformat.train",
-    home="https://huggingface.co/datasets/whynlp/gsm8k-aug",
-    fields="question, steps, answer",
-)
 FILES: dict[str, tuple[QuestionFile, ...]] = {
-    "gsm8k-aug": (QuestionFile(AUGMENTED, with_steps),),
+    "gsm8k-aug": (QuestionFile(examples_file("train"), with_steps),),
     "multiple-choice": (
         *(
             QuestionFile(replace(TASKS[name], file=f"{name}.train"), lambda line: with_choices(line, gold="gold"))

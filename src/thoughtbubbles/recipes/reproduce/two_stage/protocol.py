@@ -9,7 +9,8 @@ which a row takes some minutes on one H200.
 The paper's mixture is 5 % MMLU, 30 % SmolTalk, 25 % text and 40 % GSM8K-aug. SmolTalk and MMLU's auxiliary training set
 are large downloads, so this mixture substitutes multiple-choice questions for both: ARC's training sets, and the few
 questions of MMLU's `dev` (not `validation` or `test`, which models are evaluated on). Whatever the second stage
-brings here, it is not what chats would have brought. Shares are of rows, and a question is one padded row.
+brings here, it is not what chats would have brought. GSM8K-aug has 385k examples in the paper; here it is whatever file
+of that form the user has. Shares are of rows, and a question is one padded row.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +28,8 @@ TEXT = "text"
 SHARES = {"gsm8k-aug": 0.40, "multiple-choice": 0.35, TEXT: 0.25}
 SUBSTITUTION = (
     "instead of the paper's 5 % MMLU and 30 % SmolTalk: 35 % multiple choice, from the training sets of ARC-Easy and "
-    "ARC-Challenge and MMLU's dev"
+    "ARC-Challenge and MMLU's dev; the paper's GSM8K-aug has 385k examples, here it is the file of --data-dir, whose "
+    "number of examples the record has"
 )
 LEARNING_RATE = 3e-3  # that of the model in the package
 FIRST = OptimConfig(lr=LEARNING_RATE, warmup=0.1, schedule="constant")

@@ -8,7 +8,10 @@ from thoughtbubbles.recipes.reproduce.two_stage.protocol import ROWS
 
 NAME = "two-stage"
 STAGES = ("one", "two")
-REQUIRED = ("version", "row", "seed", "what", "text", "substitution", "device", "commit", "command", "time", *STAGES)
+REQUIRED = (
+    *("version", "row", "seed", "what", "text", "substitution", "device", "commit", "versions", "command", "time"),
+    *("wall_seconds", *STAGES),
+)
 OF_A_STAGE = ("config", "data", "steps", "tokens", "wall_seconds", "validation", "forks", "benchmarks")
 
 

@@ -1,11 +1,9 @@
 """Runs the rows of `reproduce two-stage`: both stages of a model, one after the other, in one process."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from thoughtbubbles.checkpoint import checkpoints
 from thoughtbubbles.data.tokenizer import saved_tokenizer
 from thoughtbubbles.evals.documents import data_folder, open_benchmark
 from thoughtbubbles.evals.evaluate import check_lengths
@@ -16,7 +14,7 @@ from thoughtbubbles.recipes.reproduce.study import Place, Record, Study
 from thoughtbubbles.recipes.reproduce.two_stage.mixture import mixture_of
 from thoughtbubbles.recipes.reproduce.two_stage.protocol import ROWS, SUBSTITUTION, MixturePart, TwoStage, text_part
 from thoughtbubbles.recipes.reproduce.two_stage.records import NAME, STAGES, percent, read_two_stage
-from thoughtbubbles.recipes.reproduce.two_stage.stage import TASKS, Measured, run_stage
+from thoughtbubbles.recipes.reproduce.two_stage.stage import TASKS, Measured, Start, run_stage
 
 VERSION = 1
 
@@ -54,7 +52,7 @@ class TwoStageStudy(Study):
         first = self.protocol.config("one", row, seed, corpus=corpus, mixture=text, out=home / "one")
         one = run_stage(first, text, on)
         second = self.protocol.config("two", row, seed, corpus=corpus, mixture=mixture, out=home / "two")
-        two = run_stage(replace(second, init_from=checkpoints(home / "one")[-1]), mixture, on)
+        two = run_stage(second, mixture, on, start=Start(home / "one", one["weights"]))
         return {
             "version": VERSION,
             "protocol": NAME,
@@ -63,6 +61,7 @@ class TwoStageStudy(Study):
             "what": ROWS[row].what,
             **{name: one[name] + two[name] for name in ("steps", "tokens", "flops", "wall_seconds")},
             **{name: two[name] for name in ("parameters", "device", "commit", "versions", "time")},
+            "resumed_at": one["resumed_at"] if two["resumed_at"] is None else two["resumed_at"],
             "command": f"thoughtbubbles reproduce {NAME} --data CORPUS --data-dir DIR --only {row} --seed {seed}",
             "text": {"tokens": corpus.n_tokens, "tokenizer": corpus.tokenizer, "checksum": corpus.checksum},
             "substitution": SUBSTITUTION,
