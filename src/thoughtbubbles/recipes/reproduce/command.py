@@ -53,8 +53,7 @@ def reproduce(
     After an interruption, the same command resumes. On a GPU a row of long takes minutes; each runs in its own process.
 
     Args:
-        name: The protocol: long, long-sweep, short, scarce, laptop, tasks, tasks-sweep, clutrr, gsm8k or two-stage; or
-            all.
+        name: The protocol, one of those above, or all.
         data: The corpus: a folder written by `thoughtbubbles prepare`, with a val split. Our own rows used the
             tokenizer bubbles-7m for long and scarce, gpt2 for short.
         only: Rows to run, as --list shows them. Default: all that have no record yet.

@@ -130,8 +130,13 @@ def forks(model: Thoughtbubbles, windows: Windows) -> list[dict[str, Any]]:
 
 
 def zero_shot(model: Path, *, data_dir: Path | None, out: Path, world: World) -> dict[str, Any]:
-    """Accuracy on each benchmark, the paper's way of choosing; also writes the evaluation's own results to `out`."""
-    results = run(Evaluation(checkpoint=model, tasks=("zero-shot",), data_dir=data_dir, out=out), world)
+    """On the zero-shot benchmarks, the paper's way of choosing."""
+    return accuracies(Evaluation(checkpoint=model, tasks=("zero-shot",), data_dir=data_dir, out=out), world)
+
+
+def accuracies(settings: Evaluation, world: World) -> dict[str, Any]:
+    """Accuracy on each benchmark; also writes the evaluation's own results to its folder."""
+    results = run(settings, world)
     if results["failed"]:
         raise ValueError("; ".join(f"{task}: {why}" for task, why in results["failed"].items()))
     return {

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 from thoughtbubbles.checkpoint import checkpoints, find_model
 from thoughtbubbles.distributed import World, joined
 from thoughtbubbles.evals.results import weights_of
-from thoughtbubbles.evals.run import run
 from thoughtbubbles.evals.settings import Evaluation
 from thoughtbubbles.files import read_object, write_atomically, write_json
 from thoughtbubbles.model.cost import parameter_count
 from thoughtbubbles.provenance import device_name, provenance
 from thoughtbubbles.recipes.reproduce.corpus import Corpus
-from thoughtbubbles.recipes.reproduce.measure import measure
+from thoughtbubbles.recipes.reproduce.measure import accuracies, measure
 from thoughtbubbles.recipes.reproduce.study import Record, as_lines
 from thoughtbubbles.recipes.reproduce.training import curve, speed, train_run, training_loss
 from thoughtbubbles.recipes.reproduce.two_stage.protocol import MixturePart
@@ -155,16 +154,4 @@ def answers(model: Path, on: Measured, out: Path, world: World) -> dict[str, Any
         answers_at_once=ANSWERS_AT_ONCE if on_gpu else 32,
         out=out,
     )
-    results = run(settings, world)
-    if results["failed"]:
-        raise ValueError("; ".join(f"{task}: {why}" for task, why in results["failed"].items()))
-    return {
-        name: {
-            "accuracy": task["accuracy"]["mean"],
-            "standard_error": task["accuracy"]["standard_error"],
-            "documents": task["documents"],
-            "chance": task["chance"],
-            "dtype": settings.dtype,
-        }
-        for name, task in results["tasks"].items()
-    }
+    return {name: {**found, "dtype": settings.dtype} for name, found in accuracies(settings, world).items()}
