@@ -203,7 +203,7 @@ def show(name: str, out: Path) -> None:
         done = found.done(out)
         table = Table(title=f"{each}: {found.what}", title_justify="left")
         for heading in ("row", "", "seeds", "records", found.result):
-            table.add_column(heading)
+            table.add_column(heading, no_wrap=heading == "row", overflow="fold")  # --only takes the whole name
         for row in dict.fromkeys([*found.rows, *done]):
             planned, having = found.rows.get(row), done.get(row, {})
             seeds = planned.seeds if planned else ()
