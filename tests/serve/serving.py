@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import openai
@@ -54,6 +55,7 @@ class Running:
         self.port = self.socket.getsockname()[1]
         self.server = Server(self.app, grace=grace)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
+        self._clients = ExitStack()
 
     @property
     def worker(self) -> Worker:
@@ -68,10 +70,12 @@ class Running:
         self.server.should_exit = True
         self._thread.join()
         self.socket.close()
+        self._clients.close()
 
     def client(self, **options: Any) -> openai.OpenAI:
+        """It is closed with the server: a client that is only forgotten may leave an open socket behind."""
         options = {"api_key": "any", "max_retries": 0, "timeout": 60} | options
-        return openai.OpenAI(base_url=f"{self.address}v1", **options)
+        return self._clients.enter_context(openai.OpenAI(base_url=f"{self.address}v1", **options))
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
         """Status, body and headers; `body` is sent as it is if it is bytes, else as JSON."""

@@ -67,7 +67,8 @@ def test_no_text_and_very_long_texts(page):
     write(page, "word " * 20_000, n_tokens=64)
     expect(page.locator("[data-pane=A] .note")).to_contain_text("99,936 tokens at the end of your text are left out")
     page.click("#link")
-    assert until(page, "location.hash.startsWith('#z.') && location.hash.length") < 3000
+    until(page, "document.querySelector('#toast.on')")
+    assert page.evaluate("location.hash.startsWith('#z.') && location.hash.length") < 3000
     page.evaluate("() => { const box = document.querySelector('#text'); box.value = 'a'.repeat(2e6); }")
     page.dispatch_event("#text", "input")
     expect(page.locator("[data-pane=A] .error")).to_contain_text("too large")
