@@ -36,7 +36,8 @@ class Settings:
     budget: str | int | float = 2
     budget_mode: str = "proportional"  # or "fixed" (block only)
     selection: str = "causal"  # or "block"
-    merge: str = "mixture"  # or "residual", "original"
+    merge: str = "mixture"  # or "residual", "original", "forks"
+    fork_reach: int | None = None  # forks are seen by tokens up to this far after theirs; None: by all
     gate_qk: bool = True
     gate_v: bool = True
     gate_residual: bool = True
@@ -234,8 +235,14 @@ def attend(
     return total
 
 
+def sees(streams: list[Stream], i: int, j: int, reach: int | None) -> bool:
+    """Stream j stands at or left of stream i, and is an original, or of a token at most `reach` before that of i."""
+    is_original = j + 1 == len(streams) or streams[j + 1].token != streams[j].token
+    return j <= i and (reach is None or is_original or streams[i].token - streams[j].token <= reach)
+
+
 def attention_layer(weights: Weights, settings: Settings, name: str, streams: list[Stream]) -> list[Tensor]:
-    """W_o [head_0, head_1, ...] + b_o for every stream; stream i sees streams 0..i.
+    """W_o [head_0, head_1, ...] + b_o for every stream; stream i sees streams 0..i, of forks only those within reach.
 
     With head_gate, head_n is multiplied by 1 / (1 + exp(-z_n)); z = W_g LN(x) + b_g has one number per head.
     """
@@ -251,8 +258,14 @@ def attention_layer(weights: Weights, settings: Settings, name: str, streams: li
         keys = [rope(row[width : 2 * width][channels], p) for row, p in zip(qkv, place, strict=True)]
         values = [row[2 * width :][channels] for row in qkv]
         for i in range(len(streams)):
-            visible = slice(0, i + 1)
-            head = attend(queries[i], keys[visible], values[visible], log_scores[visible], settings)
+            visible = [j for j in range(i + 1) if sees(streams, i, j, settings.fork_reach)]
+            head = attend(
+                queries[i],
+                [keys[j] for j in visible],
+                [values[j] for j in visible],
+                [log_scores[j] for j in visible],
+                settings,
+            )
             if settings.head_gate:
                 z = linear(weights, f"{name}.attention.gate", normed[i])[n]
                 head = head / (1.0 + torch.exp(-z))
@@ -297,11 +310,14 @@ def merge(weights: Weights, settings: Settings, bubble: list[Stream]) -> Tensor:
     """log p(next token) of one bubble, with w the softmax of its log scores.
 
     original: p of the last stream. residual: p of sum_j w_j x_j. mixture: sum_j w_j p_j.
+    forks: residual without the original, unless it is alone; w is the softmax of the others then.
     """
     if settings.merge == "original" or settings.copies > 1:
         return decode(weights, bubble[-1].x)
+    if settings.merge == "forks" and len(bubble) > 1:
+        bubble = bubble[:-1]
     log_w = log_softmax(torch.stack([stream.log_score for stream in bubble]))
-    if settings.merge == "residual":
+    if settings.merge in ("residual", "forks"):
         mean = torch.zeros_like(bubble[0].x)
         for weight, stream in zip(log_w.exp(), bubble, strict=True):
             mean = mean + weight * stream.x

@@ -29,7 +29,7 @@ from helpers import (
 from thoughtbubbles.generate.decode import decode_step, predict_uncached, prefill
 from thoughtbubbles.model.config import ModelConfig
 
-MERGES = ("mixture", "residual", "original")
+MERGES = ("mixture", "residual", "original", "forks")
 BUDGETS = (1, 1.5, 2, 4)
 
 
@@ -46,6 +46,12 @@ FORMS = {
     "undivided": {"score_scale": "one"},
     "score bias": {"score_bias": 2.0},
     "gates of heads": {"head_gate": True},
+    "private forks": {"fork_reach": 0, "merge": "forks"},
+    "private forks, many": {"fork_reach": 0, "budget": 4},
+    "forks seen by the next token": {"fork_reach": 1, "budget": 4},
+    "forks seen by three tokens": {"fork_reach": 3, "merge": "residual"},
+    "forks seen by all": {"fork_reach": 100, "budget": 2},
+    "private forks at once": {"fork_layers": (0, 1), "fork_reach": 0, "budget": 4},
     "plain with gates of heads": {"fork_layers": (), "merge": "original", "head_gate": True},
 }
 

@@ -21,11 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from kernels import norm_probe
 from kernels.norm_probe import Found, error
 from thoughtbubbles import kernels
-from thoughtbubbles.kernels import attention, gelu, launch, norm, ops, sums
+from thoughtbubbles.kernels import attention, gelu, launch, norm, ops, reach, sums
 from thoughtbubbles.model.attention import PATHS, Update, reference_attention
 from thoughtbubbles.model.block import Block, Residual
-from thoughtbubbles.model.layout import Layout
+from thoughtbubbles.model.layout import Layout, Reach
 from thoughtbubbles.model.rope import Rotary, rotary, rotate
+from thoughtbubbles.model.streams import streams_up_to
 
 TILES = [(32, 16), (16, 32), (16, 16), (32, 32)]
 GELU_TILES = [(2, 4, 16, 3), (4, 1, 32, 2), (1, 2, 64, 5)]
@@ -59,9 +60,13 @@ class Heads:
     def __init__(
         self, streams: int, head: int, *, qk: bool = True, value: bool = True, n_head: int = 2, batch: int = 2,
         low: float = -6.0, high: float = 0.0, size: float = 1.0, dtype: torch.dtype = torch.float32,
-        device: str = "cpu", is_bounded: bool = True, least: float | None = None,
+        device: str = "cpu", is_bounded: bool = True, least: float | None = None, near: int | None = None,
+        bubble: int = 4, n_unused: int = 0,
     ):  # fmt: skip
-        """`least`: the bound of the key biases that the kernels are given; by default one that `is_bounded` decides."""
+        """`least`: the bound of the key biases that the kernels are given; by default one that `is_bounded` decides.
+
+        With `near`, forks have that reach; bubbles have at most `bubble` streams, and rows end with unused slots.
+        """
         self.head, self.n_head, self.qk, self.value = head, n_head, qk, value
         self.least = least if least is not None else 0.0 if is_bounded else -math.inf
         width = n_head * head
@@ -70,6 +75,9 @@ class Heads:
         self.rotary = rotary(torch.rand(batch, streams, device=device).cumsum(1), head)
         self.upstream = torch.randn(batch, streams, width, device=device).to(dtype)
         self.bias = 0.5 * size * torch.randn(3 * width, device=device)
+        self.reach = None if near is None else random_bubbles(batch, streams, n_unused, bubble, near, device)
+        if n_unused:  # what they predict is not read
+            self.upstream[:, -n_unused:] = 0
 
     def leaves(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         return [x.detach().to(dtype or x.dtype).requires_grad_() for x in (self.qkv, self.bias, self.log_score)]
@@ -78,14 +86,15 @@ class Heads:
         """Tables and scores in one dtype. Updates are gated as values are, where a test asks for it."""
         tables = Rotary(*(table.to(log_score.dtype) for table in self.rotary))
         key_bias = log_score / math.sqrt(self.head) if self.qk else None
-        return Layout(tables, key_bias, log_score.exp() if self.value else None)
+        return Layout(tables, key_bias, log_score.exp() if self.value else None, reach=self.reach)
 
     def through_kernels(self) -> dict[str, Tensor]:
         qkv, bias, log_score = self.leaves()
         layout = self.layout(log_score)._replace(rotary=self.rotary)
+        token, up_to, near = self.reach or (None, None, None)
         out = ops.attention(
             qkv, bias, *layout.rotary, key_bias=layout.key_bias, value_gate=layout.value_gate, n_head=self.n_head,
-            least_bias=self.least,
+            least_bias=self.least, token=token, up_to=up_to, reach=near,
         )  # fmt: skip
         return self._named(out, qkv, bias, log_score, layout)
 
@@ -114,8 +123,23 @@ class Heads:
         return {"out": out.detach(), **grads}
 
     def errors(self, ours: dict[str, Tensor] | None = None) -> Found:
+        """Relative to the norm of what they should be; unused slots are left out."""
         ours, exact = ours or self.through_kernels(), self.exact()
-        return {name: error(ours[name], exact[name]) for name in exact}
+        used = slice(None) if self.reach is None else self.reach.token < self.reach.up_to.shape[1]
+        chosen = {name: slice(None) if name == "bias" else used for name in exact}
+        return {name: error(ours[name][chosen[name]], exact[name][chosen[name]]) for name in exact}
+
+
+def random_bubbles(batch: int, streams: int, n_unused: int, bubble: int, near: int, device: str) -> Reach:
+    """Every row has other bubbles; the longest row has T tokens."""
+    n_used, rows = streams - n_unused, []
+    for _ in range(batch):
+        sizes = torch.randint(1, bubble + 1, (n_used,))
+        rows.append(torch.arange(n_used).repeat_interleave(sizes)[:n_used])
+    n_tokens = max(int(row[-1]) for row in rows) + 1
+    unused = torch.full((n_unused,), n_tokens)
+    token = torch.stack([torch.cat([row, unused]) for row in rows]).to(device)
+    return Reach(token, streams_up_to(token, n_tokens), near)
 
 
 def finite(found: dict[str, Tensor]) -> Found:
@@ -156,9 +180,21 @@ def unused_slots() -> Found:
     return {name: all(torch.equal(other[name], x) for other in results[1:]) for name, x in first.items()}
 
 
-def poisoned_neighbour() -> Found:
+def reached(streams: int, **options: Any) -> Found:
+    return Heads(streams, 16, **options).errors()
+
+
+def unlimited_reach() -> Found:
+    """With a reach of more tokens than there are, the kernels of reach.py compute causal attention."""
+    heads = Heads(70, 16, near=1000)
+    near = heads.through_kernels()
+    heads.reach = None
+    return {name: error(near[name], x) for name, x in heads.exact().items()}
+
+
+def poisoned_neighbour(near: int | None = None) -> Found:
     """A row of the batch full of NaN, into whose rows the last tiles of the row before reach."""
-    heads = Heads(33, 16)
+    heads = Heads(33, 16, near=near)
     clean = heads.through_kernels()
     heads.qkv[1], heads.upstream[1], heads.log_score[1] = torch.nan, torch.nan, torch.nan
     found = heads.through_kernels()
@@ -175,8 +211,8 @@ def strided() -> Found:
     return heads.errors()
 
 
-def what_is_kept() -> Found:
-    heads, sizes = Heads(130, 16, n_head=1, batch=1), []
+def what_is_kept(near: int | None = None) -> Found:
+    heads, sizes = Heads(130, 16, n_head=1, batch=1, near=near), []
 
     def count(x: Tensor) -> Tensor:
         sizes.append(x.numel())
@@ -198,7 +234,13 @@ def operators() -> Found:
     for key_bias, value in ((layout.key_bias, layout.value_gate), (None, None)):
         qkv, bias, _ = heads.leaves()
         torch.library.opcheck(
-            torch.ops.thoughtbubbles.attention.default, (qkv, bias, *heads.rotary, key_bias, value, 1, True)
+            torch.ops.thoughtbubbles.attention.default,
+            (qkv, bias, *heads.rotary, key_bias, value, None, None, 1, None, True),
+        )
+        token, up_to, near = random_bubbles(1, 3, 0, 2, 0, "cpu")
+        torch.library.opcheck(
+            torch.ops.thoughtbubbles.attention.default,
+            (qkv, bias, *heads.rotary, key_bias, value, token, up_to, 1, near, True),
         )
     x, bias = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     torch.library.opcheck(torch.ops.thoughtbubbles.gelu.default, (x, bias))
@@ -302,7 +344,7 @@ class Recorded:
         return launch
 
 
-def compiled_ahead() -> Found:
+def compiled_ahead(fork_reach: int | None = None) -> Found:
     """What is compiled in the background when a run starts is what a step of it launches."""
     from thoughtbubbles.model.config import ModelConfig
     from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -311,12 +353,14 @@ def compiled_ahead() -> Found:
     names = {
         norm: ("_add_norm", "_add_norm_backward"),
         attention: ("rotate_qkv", "_attend_forward", "_query_gradient", "_key_gradient"),
+        reach: ("_attend_forward", "_query_gradient", "_far_key_gradient", "_near_key_gradient"),
         gelu: ("_gelu", "_gelu_backward"),
         sums: ("_column_sums",),
     }
     config = ModelConfig(
-        n_layer=6, n_head=2, width=32, vocab_size=64, block_size=16, fork_layers=(2, 4), merge="residual"
-    )
+        n_layer=6, n_head=2, width=32, vocab_size=64, block_size=16, fork_layers=(2, 4), merge="residual",
+        fork_reach=fork_reach,
+    )  # fmt: skip
     model, ids = Thoughtbubbles(config), torch.randint(64, (2, 16))
     forms: dict[str, set[Any]] = {"ahead": set(), "a step": set()}
     before = {(module, name): getattr(module, name) for module, every in names.items() for name in every}
@@ -337,7 +381,9 @@ def compiled_ahead() -> Found:
             setattr(module, name, kernel)
     missing = forms["a step"] - forms["ahead"]
     print(*sorted(map(str, missing)), sep="\n", file=sys.stderr)
-    return {"a step launches them": len(forms["a step"]) > len(before), "no form is missing": not missing}
+    launched = {name for name, *_ in forms["a step"]}
+    expected = {name for module, every in names.items() for name in every if module is not reach or fork_reach is not None}
+    return {"a step launches them": launched == expected, "no form is missing": not missing}
 
 
 def gelu_everywhere() -> Found:
@@ -361,6 +407,8 @@ def quick() -> dict[str, Callable[[], Found]]:
         "not bounded": lambda: Heads(40, 16, is_bounded=False).errors(),
         "bounded too low": lambda: Heads(40, 16, low=-450.0, high=-400.0, value=False, least=-112.5).errors(),
         "all low": lambda: Heads(33, 16, low=-60.0, high=-55.0).errors(),
+        "private forks": lambda: Heads(70, 16, near=0).errors(),
+        "forks of near tokens": lambda: Heads(70, 16, near=3, n_unused=9).errors(),
         "vanished": vanished,
         "strong": strong,
         "unused slots": unused_slots,
@@ -382,6 +430,18 @@ def full() -> dict[str, Callable[[], Found]]:
     return {
         **quick(),
         **{str(size): lambda size=size: Heads(*size[:2], qk=size[2], value=size[3]).errors() for size in sizes},
+        **{
+            f"reach {near} of {streams}, {unused} unused, {qk}, {value}": partial(
+                reached, streams, near=near, n_unused=unused, bubble=bubble, qk=qk, value=value
+            )
+            for streams, unused, bubble in ((1, 0, 1), (16, 0, 8), (33, 20, 3), (64, 0, 2), (70, 1, 8), (130, 40, 4))
+            for near in (0, 2, 40, 200)
+            for qk, value in gates[:: 1 if streams == 70 else 3]
+        },
+        "reach, not bounded": lambda: Heads(70, 16, near=0, is_bounded=False).errors(),
+        "reach, poisoned neighbour": lambda: poisoned_neighbour(near=1),
+        "reach, what is kept": lambda: what_is_kept(near=0),
+        "a reach without end is none": unlimited_reach,
         **{f"low, {s} streams": lambda s=s: Heads(s, 32, low=-60.0).errors() for s in (16, 70)},
         "very low, not bounded": lambda: Heads(70, 16, low=-450.0, high=-400.0, value=False, is_bounded=False).errors(),
         **{f"strong {i}": strong for i in range(4)},
@@ -393,6 +453,7 @@ def full() -> dict[str, Callable[[], Found]]:
         "block, heads of 32": lambda: block(32),
         **norm_probe.full(),
         "compiled ahead": compiled_ahead,
+        "compiled ahead, private forks": lambda: compiled_ahead(0),
         **{f"gelu {shape}": lambda shape=shape: gelus(*shape) for shape in ((1, 8), (37, 100), (300, 33), (3, 5, 129))},
     }
 

@@ -18,7 +18,7 @@ from helpers import (
 from thoughtbubbles.model.config import ModelConfig, every_fourth_layer
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-MERGES = ("mixture", "residual", "original")
+MERGES = ("mixture", "residual", "original", "forks")
 BUDGETS = (1, 1.1, 1.15, 1.5, 2, 4)
 
 
@@ -124,6 +124,15 @@ def test_a_budget_for_each_row_and_selection_in_the_call(selection):
 @pytest.mark.parametrize("merge", MERGES)
 def test_one_token(merge, budget, selection):
     compare(small_config(merge=merge, budget=budget, selection=selection), [1])
+
+
+@pytest.mark.parametrize("attention", ["fused", "reference"])
+@pytest.mark.parametrize("selection", ["causal", "block"])
+@pytest.mark.parametrize("reach", [0, 1, 3, 100])
+@pytest.mark.parametrize("merge", MERGES)
+def test_the_reach_of_forks(merge, reach, selection, attention):
+    config = small_config(merge=merge, fork_reach=reach, selection=selection, budget=4 if reach else 2)
+    compare(config, [6, 4], attention=attention)
 
 
 @pytest.mark.parametrize("merge", MERGES)

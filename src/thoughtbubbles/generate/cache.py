@@ -10,7 +10,7 @@ tokens, without gaps:
 
 To rank a new token, a fork layer needs the levels of all earlier candidates, including dropped ones, and A_{t−1}, the
 number of streams kept so far, which is the number of streams in the span. Every row has one extra slot at its end that
-is never read: values that must not be kept are written to it.
+is never read: values that must not be kept are written to it. With `fork_reach` the slots are others (reach.py).
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from thoughtbubbles.generate.reach import NEVER, ring_size
 from thoughtbubbles.model.budget import Budget, brief
 from thoughtbubbles.model.config import MOST, ModelConfig, is_whole
 from thoughtbubbles.model.inputs import whole_numbers
@@ -36,6 +37,11 @@ class Span(NamedTuple):
     token: Int[Tensor, "B S"]
     used: Int[Tensor, "B"]  # streams so far; in a span after a fork layer this is A_{t−1}
     level: Int[Tensor, "B C"] | None  # of every candidate of the span's fork layer; None if it has none
+    kept: Int[Tensor, "B T"] | None = None  # A_t of each token; only if forks fall out of the cache (reach.py)
+
+    def ring(self, capacity: int) -> int:
+        """Slots for forks before those of the originals, if forks fall out of the cache."""
+        return self.token.shape[1] - 1 - capacity
 
 
 class Cache(NamedTuple):
@@ -77,16 +83,33 @@ class Cache(NamedTuple):
         keep = torch.minimum(self.n_tokens, wanted)
         spans = []
         for span in self.spans:
+            if span.kept is not None:
+                spans.append(self._crop_near(span, keep))
+                continue
             slot = torch.arange(span.token.shape[1], device=keep.device)
             left = (span.token < keep[:, None]) & (slot < span.used[:, None])
-            spans.append(Span(span.key, span.value, span.log_score, span.token, left.sum(1), span.level))
+            spans.append(span._replace(used=left.sum(1)))
         return Cache(tuple(spans), keep, self.numerator, self.denominator, self.capacity)
+
+    def _crop_near(self, span: Span, keep: Int[Tensor, "B"]) -> Span:
+        assert span.kept is not None
+        if span.ring(self.capacity) and bool((keep < self.n_tokens).any()):
+            raise ValueError(
+                "the forks of earlier tokens are no longer in this cache, since they are visible to near tokens only "
+                "(fork_reach): clone the cache at the place that you want to return to"
+            )
+        return span._replace(used=span.kept.gather(1, (keep - 1).clamp(min=0)[:, None])[:, 0].long())
 
     def streams(self, n_tokens: int) -> Int[Tensor, "B T"]:
         """The number of streams of each of the first tokens, in the last span; 0 past a row's end."""
         if not is_whole(n_tokens) or not 0 <= n_tokens <= MOST["block_size"]:
             raise ValueError(f"n_tokens = {brief(n_tokens)}: give a whole number, such as {self.capacity}")
         last = self.spans[-1]
+        if last.kept is not None:
+            n = min(n_tokens, self.capacity)
+            counts = last.kept[:, :n].long().diff(prepend=self.n_tokens.new_zeros(self.rows, 1), dim=1)
+            counts = torch.where(torch.arange(n, device=counts.device) < self.n_tokens[:, None], counts, 0)
+            return torch.cat([counts, counts.new_zeros(self.rows, n_tokens - n)], dim=1)
         slot = torch.arange(last.token.shape[1], device=last.token.device)
         token = torch.where(slot < last.used[:, None], last.token, n_tokens).clamp(max=n_tokens).long()
         counts = token.new_zeros(self.rows, n_tokens + 1).scatter_add(1, token, torch.ones_like(token))
@@ -98,21 +121,30 @@ class Cache(NamedTuple):
         self.numerator[row], self.denominator[row] = budget.numerator[0], budget.denominator[0]
         for span in self.spans:
             span.used[row] = 0
+            if span.kept is not None:
+                span.token[row, : span.ring(self.capacity)] = NEVER
 
     def copy_prefix(self, source: int, row: int, n_tokens: int) -> None:
-        """Copies the first tokens of another row with the same budget in place. What a row had is lost."""
+        """Copies the first tokens of another row with the same budget in place. What a row had is lost.
+
+        With `fork_reach` only if it is 0: else forks of the last of these tokens may be gone.
+        """
         self.n_tokens[row] = n_tokens
         earlier = n_tokens  # streams of the span before, whose candidates have levels
         for span in self.spans:
             if span.level is not None:
                 span.level[row, : 2 * earlier] = span.level[source, : 2 * earlier]
-            n = int((span.token[source, : int(span.used[source])] < n_tokens).sum())  # in the order of the tokens
+            if span.kept is not None:
+                assert span.ring(self.capacity) == 0
+                span.kept[row, :n_tokens] = span.kept[source, :n_tokens]
+                n, streams = n_tokens, int(span.kept[source, n_tokens - 1])
+            else:  # in the order of the tokens
+                n = streams = int((span.token[source, : int(span.used[source])] < n_tokens).sum())
             for kept in (span.key, span.value):
                 kept[:, row, :, :n] = kept[:, source, :, :n]
             for kept in (span.log_score, span.token):
                 kept[row, :n] = kept[source, :n]
-            span.used[row] = n
-            earlier = n
+            span.used[row] = earlier = streams
 
     def next_cap(self) -> Int[Tensor, "B"]:
         """floor(r·(t+1)) of the next token t."""
@@ -135,6 +167,7 @@ class Cache(NamedTuple):
                 and span.key.shape[2] == config.n_head
                 and span.key.shape[4] == config.head_size
                 and (span.level is not None) == (start in config.fork_layers)
+                and (span.kept is not None) == (start in config.fork_layers and config.fork_reach is not None)
                 and span.key.device == weight.device
                 and span.log_score.dtype == accumulation_dtype(weight.dtype)
                 for span, start, end in zip(self.spans, starts, [*starts[1:], config.n_layer], strict=True)
@@ -159,11 +192,15 @@ class Cache(NamedTuple):
         fresh = new_cache(config, rows=self.rows, capacity=capacity, budget=budget, dtype=key.dtype, device=key.device)
         spans = []
         for now, room in zip(self.spans, fresh.spans, strict=True):
-            for name, slots in (("key", 3), ("value", 3), ("log_score", 1), ("token", 1), ("level", 1)):
+            # A ring is as large as before, or has never been full: its slots stay where they are.
+            rings = (0, 0) if now.kept is None else (now.ring(self.capacity), room.ring(capacity))
+            for name, slots in (("key", 3), ("value", 3), ("log_score", 1), ("token", 1), ("level", 1), ("kept", 1)):
                 kept, new = getattr(now, name), getattr(room, name)
                 if kept is not None:
-                    n = min(kept.shape[slots], new.shape[slots]) - 1
-                    new.narrow(slots, 0, n).copy_(kept.narrow(slots, 0, n))
+                    begin = (0, 0) if name in ("level", "kept") else rings
+                    n = min(kept.shape[slots] - begin[0], new.shape[slots] - begin[1]) - (name != "kept")
+                    new.narrow(slots, 0, min(begin)).copy_(kept.narrow(slots, 0, min(begin)))
+                    new.narrow(slots, begin[1], n).copy_(kept.narrow(slots, begin[0], n))
             spans.append(room._replace(used=now.used))
         return self._replace(spans=tuple(spans), capacity=capacity)
 
@@ -176,7 +213,7 @@ class Cache(NamedTuple):
         return CacheMemory(
             keys=bytes_of("key"),
             values=bytes_of("value"),
-            streams=bytes_of("log_score", "token"),
+            streams=bytes_of("log_score", "token", "kept"),
             levels=bytes_of("level"),
             counts=bytes_of("used") + row,
         )
@@ -191,6 +228,7 @@ class Cache(NamedTuple):
                 token=change(span.token, 0),
                 used=change(span.used, 0),
                 level=None if span.level is None else change(span.level, 0),
+                kept=None if span.kept is None else change(span.kept, 0),
             )
             for span in self.spans
         ]
@@ -208,7 +246,7 @@ class CacheMemory(NamedTuple):
 
     keys: int
     values: int
-    streams: int  # log score and token of each stream
+    streams: int  # log score and token of each stream, and how many each token has where forks fall out
     levels: int  # of candidates, for causal selection
     counts: int
 
@@ -223,20 +261,25 @@ class CacheMemory(NamedTuple):
 
 class SpanShape(NamedTuple):
     layers: int
-    slots: int  # streams that a row can have, without the slot that is never read
+    slots: int  # streams that a row can hold, without the slot that is never read
     candidates: int  # of the span's fork layer; 0 if it has none
+    forks_fall_out: bool = False  # then there are as many slots as tokens, and a ring for forks of the last ones
 
 
 def span_shapes(config: ModelConfig, *, capacity: int, budget: Budget) -> list[SpanShape]:
     """Shapes that suffice for any row of `capacity` tokens under the largest of the budgets."""
     rule = Rule("causal", budget)
     starts = sorted({0, *config.fork_layers})
-    slots, shapes = config.copies * capacity, []
+    streams, max_bubble, shapes = config.copies * capacity, 1, []
     for start, end in zip(starts, [*starts[1:], config.n_layer], strict=True):
-        candidates = 2 * slots if start in config.fork_layers else 0
-        if candidates:
-            slots = rule.n_slots(slots, capacity)
-        shapes.append(SpanShape(end - start, slots, candidates))
+        if start not in config.fork_layers:
+            shapes.append(SpanShape(end - start, streams, 0))
+            continue
+        candidates, streams, max_bubble = 2 * streams, rule.n_slots(streams, capacity), 2 * max_bubble
+        slots, forks_fall_out = streams, config.fork_reach is not None
+        if forks_fall_out:
+            slots = capacity + ring_size(config, streams - capacity, max_bubble=max_bubble)
+        shapes.append(SpanShape(end - start, slots, candidates, forks_fall_out))
     return shapes
 
 
@@ -253,11 +296,12 @@ def new_cache(
                 key=torch.zeros(kept, dtype=dtype, device=device),
                 value=torch.zeros(kept, dtype=dtype, device=device),
                 log_score=torch.zeros(rows, slots, dtype=accumulation_dtype(dtype), device=device),
-                token=torch.zeros(rows, slots, dtype=torch.int32, device=device),
+                token=torch.full((rows, slots), NEVER if shape.forks_fall_out else 0, dtype=torch.int32, device=device),
                 used=torch.zeros(rows, dtype=torch.int64, device=device),
                 level=torch.zeros(rows, shape.candidates + 1, dtype=torch.int32, device=device)
                 if shape.candidates
                 else None,
+                kept=torch.zeros(rows, capacity, dtype=torch.int32, device=device) if shape.forks_fall_out else None,
             )
         )
     n_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -282,7 +326,8 @@ def cache_memory(
     return CacheMemory(
         keys=vectors,
         values=vectors,
-        streams=rows * (accumulation_dtype(dtype).itemsize + 4) * sum(s.slots + 1 for s in shapes),
+        streams=rows * (accumulation_dtype(dtype).itemsize + 4) * sum(s.slots + 1 for s in shapes)
+        + rows * 4 * capacity * sum(s.forks_fall_out for s in shapes),
         levels=rows * 4 * sum(s.candidates + 1 for s in shapes if s.candidates),
         counts=rows * 8 * (len(shapes) + 3),
     )

@@ -10,15 +10,16 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from thoughtbubbles.generate.cache import Cache, budget_of_rows, new_cache
+from thoughtbubbles.generate.cache import Cache, Span, budget_of_rows, new_cache
 from thoughtbubbles.generate.packed import Batch, read
 from thoughtbubbles.generate.prediction import Prediction
+from thoughtbubbles.generate.reach import NEVER, slots_of_prompts
 from thoughtbubbles.model import inputs
 from thoughtbubbles.model.attention import PATHS, gated
 from thoughtbubbles.model.budget import Budget, BudgetLike, brief
 from thoughtbubbles.model.config import is_whole
 from thoughtbubbles.model.layout import Layout
-from thoughtbubbles.model.streams import take
+from thoughtbubbles.model.streams import streams_up_to, take
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 
@@ -90,28 +91,49 @@ def prefill(
 
 @torch.no_grad()
 def _fill(model: Thoughtbubbles, given: inputs.Inputs, cache: Cache) -> tuple[Prediction, Cache]:
-    n_tokens = given.ids.shape[1]
-    storage = iter([(span.key[i], span.value[i]) for span in cache.spans for i in range(span.key.shape[0])])
+    n_tokens, row = given.ids.shape[1], torch.arange(cache.rows, device=given.ids.device)[:, None]
+    storage = iter([(span, i) for span in cache.spans for i in range(span.key.shape[0])])
+
+    def slots_of(span: Span, token: Tensor) -> Tensor:
+        if span.kept is None:
+            return torch.arange(token.shape[1], device=token.device).expand_as(token)
+        assert model.config.fork_reach is not None
+        return slots_of_prompts(
+            token,
+            given.lengths,
+            n_tokens=n_tokens,
+            reach=model.config.fork_reach,
+            ring=span.ring(cache.capacity),
+            unread=span.token.shape[1] - 1,
+        )
 
     def path(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        key, value = next(storage)
-        key[:, :, : k.shape[2]] = k
-        value[:, :, : v.shape[2]] = gated(v, layout)
+        span, i = next(storage)
+        if layout.reach is None:
+            span.key[i, :, :, : k.shape[2]] = k
+            span.value[i, :, :, : v.shape[2]] = gated(v, layout)
+        else:
+            slot = slots_of(span, layout.reach.token)
+            span.key[i][row, :, slot] = k.transpose(1, 2).to(span.key.dtype)
+            span.value[i][row, :, slot] = gated(v, layout).transpose(1, 2).to(span.value.dtype)
         return PATHS[model.attention](q, k, v, layout)
 
     streams, forks = model.run_layers(given, path)
     spans = []
     records = dict(zip(model.config.fork_layers, forks, strict=True))
     for start, span in zip(sorted({0, *model.config.fork_layers}), cache.spans, strict=True):
-        if start not in records:
-            token = model.embed(given).token
-        else:
-            record, token = records[start], records[start].token
+        token = records[start].token if start in records else model.embed(given).token
+        slot = slots_of(span, token)
+        if start in records:
+            record = records[start]
             log_score = take(record.log_score, (2 * record.parent + ~record.is_fork).clamp(min=0))
-            span.log_score[:, : token.shape[1]] = log_score
+            span.log_score[row, slot] = log_score
             assert span.level is not None
             span.level[:, : record.level.shape[1]] = record.level
-        span.token[:, : token.shape[1]] = token
+        if span.kept is not None:
+            span.token[:, : span.ring(cache.capacity)] = NEVER
+            span.kept[:, :n_tokens] = streams_up_to(token, n_tokens)
+        span.token[row, slot] = token.to(span.token.dtype)
         spans.append(span._replace(used=(token < n_tokens).sum(1)))
     prediction = Prediction(
         model.next_logits(streams, given.lengths, n_tokens), (streams.token == given.lengths[:, None] - 1).sum(1)

@@ -106,7 +106,7 @@ class Engine:
         copy = None
         self._n_ids = n_ids(config, tokenizer)
         is_cached = find_method(config, method, budget_mode) == "cached"
-        check_compiled(compiled, is_cached=is_cached, device=self.device)
+        check_compiled(compiled, config, is_cached=is_cached, device=self.device)
         if is_cached:
             options: dict[str, Any] = {"rows": rows, "capacity": self.capacity, "budget": self.max_budget}
             if compiled:
@@ -116,7 +116,7 @@ class Engine:
                 self._read_tokens_ahead = graphed.read_ahead
             else:
                 self._reader = Cached(model, grows=grows, **options)
-            copy = self._reader.copy_prefix
+            copy = None if config.fork_reach else self._reader.copy_prefix  # forks of the prefix may be gone
         else:  # whole prompts: every text is read again in any case
             self._reader, chunk = Uncached(model, rows=rows, budget_mode=budget_mode), rows * self.capacity
         # A graph takes less time than the reading of a chunk has overhead.
@@ -342,13 +342,15 @@ def _rows(prediction: Prediction, rows: Sequence[int]) -> Prediction:
     return prediction.at(torch.tensor(rows, dtype=torch.int64, device=prediction.streams.device))
 
 
-def check_compiled(compiled: bool, *, is_cached: bool, device: torch.device) -> None:
+def check_compiled(compiled: bool, config: ModelConfig, *, is_cached: bool, device: torch.device) -> None:
     if not isinstance(compiled, bool):
         raise ValueError(f"compiled = {brief(compiled)}: give True or False")
     if compiled and not is_cached:
         raise ValueError("compiling needs the cache: without it every prefix would be a new shape to compile for")
     if compiled and device.type != "cuda":
         raise ValueError("compiling needs a CUDA GPU: do not compile on other devices")
+    if compiled and config.fork_reach is not None:
+        raise ValueError(f"fork_reach = {config.fork_reach}: compiled steps do not support it yet: do not compile")
 
 
 def _needed(config: ModelConfig, budget: Budget) -> Fraction:

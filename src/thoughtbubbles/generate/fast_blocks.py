@@ -16,10 +16,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def has_kernels(model: Thoughtbubbles) -> bool:
-    """Whether the decoding kernels support this model: they have our attention and GELU, not the authors'."""
+    """Whether the decoding kernels support this model: they have our attention and GELU, and no reach of forks."""
     weight, config = model.embedding.weight, model.config
     is_available = kernels.for_decoding(weight.device, weight.dtype, width=config.width, head_size=config.head_size)
-    return is_available and config.form == OURS
+    return is_available and config.form == OURS and config.fork_reach is None
 
 
 def fast_blocks(

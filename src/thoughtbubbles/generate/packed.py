@@ -13,19 +13,20 @@ product of more rows may add in another order.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from thoughtbubbles.generate.cache import Cache, Span
 from thoughtbubbles.generate.chunk_blocks import Chunk, RunChunk, run_chunk
 from thoughtbubbles.generate.fast_blocks import has_kernels
 from thoughtbubbles.generate.prediction import Prediction
+from thoughtbubbles.generate.reach import groups_of, near_attention, slots_of
 from thoughtbubbles.model import head
 from thoughtbubbles.model.attention import AttentionPath, gated
 from thoughtbubbles.model.block import Residual
@@ -37,6 +38,7 @@ from thoughtbubbles.model.streams import (
     accumulation_dtype,
     at_least_float32,
     find_bubbles,
+    is_original,
     positions,
     slots,
 )
@@ -147,23 +149,23 @@ def read(
             n = int((streams.token < n_tokens).sum())
             streams = Streams(streams.x[:, :n], streams.log_score[:, :n], streams.token[:, :n])
         row, place, counts = by_row(streams.token[0], batch)
-        where = rows[row], used[row] + place
-        span.log_score[where] = streams.log_score[0]
-        span.token[where] = number[streams.token[0]].to(span.token.dtype)
+        new = New(row, place, number[streams.token[0]], ~is_original(streams.token, n_tokens)[0], streams.log_score[0])
         position = positions(
             number[streams.token], find_bubbles(streams.token, n_tokens), streams.log_score.dtype
         )  # in the row itself
         layout = layout_at(position, None if span.level is None else streams.log_score, config)
         blocks = model.blocks[start : start + len(span.key)]
-        if run_fast is not None:
+        if span.kept is not None:
+            path = attention_to_near(config, cache, span, batch, used, counts, new)
+            x = run_blocks(blocks, streams.x, span, layout, path)
+        elif run_fast is not None:
+            where = _store(span, rows[row], used[row] + place, new)
             chunk = Chunk(layout, span, where, torch.stack((rows, used, counts)).tolist())
             x = run_fast(list(blocks), streams.x[0], chunk)[None]
         else:
+            where = _store(span, rows[row], used[row] + place, new)
             view = view_of(config, span, batch, used, counts, place)
-            residual = Residual(streams.x)
-            for block, key, value in zip(blocks, span.key, span.value, strict=True):
-                residual = block(residual, layout, packed_attention(key, value, where, view))
-            x = residual.total(layout.gate)
+            x = run_blocks(blocks, streams.x, span, layout, partial(packed_attention, where=where, view=view))
         streams = Streams(x, streams.log_score, streams.token)
         n_earlier = 2 * used
         span.used[rows] = used + counts
@@ -175,6 +177,68 @@ def embed(model: Thoughtbubbles, ids: Int[Tensor, "T"]) -> Streams:
     x = model.embedding(ids)[None].repeat_interleave(model.config.copies, dim=1)
     token = torch.arange(len(ids), device=ids.device)[None].repeat_interleave(model.config.copies, dim=1)
     return Streams(x, torch.zeros_like(token, dtype=accumulation_dtype(x.dtype)), token)
+
+
+class New(NamedTuple):
+    """The new streams of a step."""
+
+    row: Int[Tensor, "M"]  # an index into the rows of the batch
+    place: Int[Tensor, "M"]  # among those of its row
+    token: Int[Tensor, "M"]  # its number in the row
+    is_fork: Bool[Tensor, "M"]
+    log_score: Float[Tensor, "M"]
+
+
+def _store(span: Span, row: Int[Tensor, "M"], slot: Int[Tensor, "M"], new: New) -> tuple[Tensor, Tensor]:
+    span.log_score[row, slot] = new.log_score
+    span.token[row, slot] = new.token.to(span.token.dtype)
+    return row, slot
+
+
+PathTo = Callable[[Tensor, Tensor], AttentionPath]  # from the cached keys and values of a block
+
+
+def run_blocks(
+    blocks: Iterable[nn.Module], x: Float[Tensor, "1 M D"], span: Span, layout: Layout, path: PathTo
+) -> Float[Tensor, "1 M D"]:
+    residual = Residual(x)
+    for block, key, value in zip(blocks, span.key, span.value, strict=True):
+        residual = block(residual, layout, path(key, value))
+    return residual.total(layout.gate)
+
+
+def attention_to_near(
+    config: ModelConfig,
+    cache: Cache,
+    span: Span,
+    batch: Batch,
+    used: Int[Tensor, "B"],
+    counts: Int[Tensor, "B"],
+    new: New,
+) -> PathTo:
+    """Attention in a span whose forks fall out of the cache. Stores what is known of the new streams."""
+    assert span.kept is not None
+    assert config.fork_reach is not None
+    held = cache.n_tokens[batch.rows]
+    ring, lengths = span.ring(cache.capacity), held.tolist()
+    groups = groups_of(
+        config, span.token, span.log_score, ring=ring, rows=batch.rows, n_tokens=held, counts=counts, place=new.place,
+        number=new.token, is_fork=new.is_fork, log_score=new.log_score,
+        together=batch.longest == 1 and 2 * sum(lengths) >= len(lengths) * max(lengths),
+    )  # fmt: skip
+    before = used[new.row] + new.place  # streams of the row left of each, of which `token` are originals
+    slot = slots_of(
+        new.token,
+        before - new.token,
+        new.is_fork,
+        from_token=(held + batch.lengths - config.fork_reach)[new.row],
+        ring=ring,
+        unread=span.token.shape[1] - 1,
+    )
+    where = _store(span, batch.rows[new.row], slot, new)
+    last = ~new.is_fork
+    span.kept[where[0][last], new.token[last]] = (before + 1)[last].to(span.kept.dtype)
+    return partial(near_attention, where=where, groups=groups)
 
 
 class Together(NamedTuple):

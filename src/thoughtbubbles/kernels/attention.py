@@ -11,7 +11,8 @@ Each number is written by one program, without atomics, so results are bitwise d
 adds the projections' bias, rotates q and k, multiplies v by P and makes each head's rows contiguous. `_query_gradient`
 loops over the keys of a block of queries; `_key_gradient` loops over the queries of a block of keys and gets the column
 sums for free. Both rotate their results back and write them in the layout of the projection; their sums over the
-streams are the gradient of its bias. The reference implementations are `fused_attention` and `reference_attention` in
+streams are the gradient of its bias. If forks are visible to near tokens only, reach.py has other kernels around the
+same loops. The reference implementations are `fused_attention` and `reference_attention` in
 model/attention.py, after `rotate`.
 """
 
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from jaxtyping import Float
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -53,10 +55,11 @@ ROTATED_STREAMS = 16
 
 
 @triton.jit
-def _attend_over(  # type: ignore[no-untyped-def]
-    acc, total, largest, q, k, v, key_row, bias2, scale2, begin, end, m, S,
+def attend_over(  # type: ignore[no-untyped-def]
+    acc, total, largest, q, k, v, key_row, bias2, scale2, begin, end, seen, S,
     BN: tl.constexpr, BIAS: tl.constexpr, DIAGONAL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    """Over the keys from `begin` to `end`, out of S; if DIAGONAL, each query sees the first `seen` of all keys."""
     for start in range(begin, end, BN):
         n = start + tl.arange(0, BN)
         s = tl.dot(q, k.load([key_row + start, 0]).T) * scale2
@@ -68,7 +71,7 @@ def _attend_over(  # type: ignore[no-untyped-def]
         elif BIAS:
             s += tl.load(bias2 + n)[None, :]
         if DIAGONAL:
-            s = tl.where(m[:, None] >= n[None, :], s, -float("inf"))
+            s = tl.where(seen[:, None] > n[None, :], s, -float("inf"))
         above = tl.maximum(largest, tl.max(s, 1))
         p = tl.exp2(s - above[:, None])
         shrink = tl.exp2(largest - above)
@@ -96,11 +99,11 @@ def _attend_forward(  # type: ignore[no-untyped-def]
     full = first // BN * BN  # every query of the block sees the keys before this one
     end = tl.minimum(first + BM, S)
     bias2 += b * S
-    acc, total, largest = _attend_over(
-        acc, total, largest, query, k, v, bn * S, bias2, scale2, 0, full, m, S, BN, BIAS, False, EVEN
+    acc, total, largest = attend_over(
+        acc, total, largest, query, k, v, bn * S, bias2, scale2, 0, full, m + 1, S, BN, BIAS, False, EVEN
     )
-    acc, total, largest = _attend_over(
-        acc, total, largest, query, k, v, bn * S, bias2, scale2, full, end, m, S, BN, BIAS, True, EVEN
+    acc, total, largest = attend_over(
+        acc, total, largest, query, k, v, bn * S, bias2, scale2, full, end, m + 1, S, BN, BIAS, True, EVEN
     )
     acc = acc / total[:, None]
     to = (b * S + m).to(tl.int64)[:, None] * (N * H) + head * H + h[None, :]
@@ -109,8 +112,8 @@ def _attend_forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _query_over(  # type: ignore[no-untyped-def]
-    dq, q, dout, logsum, delta, k, v, key_row, bias2, scale2, begin, end, m, S,
+def query_over(  # type: ignore[no-untyped-def]
+    dq, q, dout, logsum, delta, k, v, key_row, bias2, scale2, begin, end, seen, S,
     BN: tl.constexpr, BIAS: tl.constexpr, DIAGONAL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     for start in range(begin, end, BN):
@@ -126,7 +129,7 @@ def _query_over(  # type: ignore[no-untyped-def]
             s += tl.load(bias2 + n)[None, :]
         p = tl.exp2(s - logsum[:, None])
         if DIAGONAL:
-            p = tl.where(m[:, None] >= n[None, :], p, 0.0)
+            p = tl.where(seen[:, None] > n[None, :], p, 0.0)
         ds = p * (tl.dot(dout, val.T) - delta[:, None])
         dq = tl.dot(ds.to(key.dtype), key, dq)
     return dq
@@ -154,21 +157,28 @@ def _query_gradient(  # type: ignore[no-untyped-def]
     full = first // BN * BN
     end = tl.minimum(first + BM, S)
     bias2 += b * S
-    dq = _query_over(dq, query, do, logsum, own, k, v, bn * S, bias2, scale2, 0, full, m, S, BN, BIAS, False, EVEN)
-    dq = _query_over(dq, query, do, logsum, own, k, v, bn * S, bias2, scale2, full, end, m, S, BN, BIAS, True, EVEN)
+    dq = query_over(dq, query, do, logsum, own, k, v, bn * S, bias2, scale2, 0, full, m + 1, S, BN, BIAS, False, EVEN)
+    dq = query_over(dq, query, do, logsum, own, k, v, bn * S, bias2, scale2, full, end, m + 1, S, BN, BIAS, True, EVEN)
+    store_query_gradient(dq * scale, cos, sin, dqkv, row, here, head, N, H, BM)
+
+
+@triton.jit
+def store_query_gradient(dq, cos, sin, dqkv, row, here, head, N, H: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
     half: tl.constexpr = H // 2
     i = tl.arange(0, half)
-    left, right = rotate_back(dq * scale, cos, sin, row * half + i[None, :], here, BM, H)
+    left, right = rotate_back(dq, cos, sin, row * half + i[None, :], here, BM, H)
     to = dqkv + row * (3 * N * H) + head * H + i[None, :]
     tl.store(to, left.to(dqkv.dtype.element_ty), mask=here)
     tl.store(to + half, right.to(dqkv.dtype.element_ty), mask=here)
 
 
 @triton.jit
-def _key_over(  # type: ignore[no-untyped-def]
-    dk, dv, db, k, v, b2, q, query_row, dout, out_row, channel, lse, delta, scale2, begin, end, n, S,
-    BM: tl.constexpr, ADD: tl.constexpr, SUM: tl.constexpr, DIAGONAL: tl.constexpr, EVEN: tl.constexpr,
+def key_over(  # type: ignore[no-untyped-def]
+    dk, dv, db, k, v, b2, q, query_row, dout, out_row, channel, lse, delta, token, scale2, begin, end, n, S,
+    BM: tl.constexpr, ADD: tl.constexpr, SUM: tl.constexpr, DIAGONAL: tl.constexpr, FAR: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
+    """If DIAGONAL, a query sees the first of all keys: those up to its own, or, if FAR, as many as its token says."""
     for start in range(begin, end, BM):
         m = start + tl.arange(0, BM)
         query = q.load([query_row + start, 0])
@@ -184,7 +194,8 @@ def _key_over(  # type: ignore[no-untyped-def]
             s += b2[:, None]
         p = tl.exp2(s - logsum[None, :])
         if DIAGONAL:
-            p = tl.where(m[None, :] >= n[:, None], p, 0.0)
+            seen = tl.load(token + m, mask=m < S, other=0) if FAR else m + 1
+            p = tl.where(seen[None, :] > n[:, None], p, 0.0)
         dv = tl.dot(p.to(do.dtype), do, dv)
         ds = p * (tl.dot(v, do.T) - own[None, :])
         if SUM:
@@ -203,8 +214,7 @@ def _key_gradient(  # type: ignore[no-untyped-def]
     first = tl.program_id(0) % blocks * BN
     bn = tl.program_id(0) // blocks
     b, head = bn // N, bn % N
-    n, h = first + tl.arange(0, BN), tl.arange(0, H)
-    here = (n < S)[:, None]
+    n = first + tl.arange(0, BN)
     key = k.load([bn * S + first, 0])
     val = v.load([bn * S + first, 0])
     b2 = tl.zeros((BN,), tl.float32)
@@ -217,24 +227,35 @@ def _key_gradient(  # type: ignore[no-untyped-def]
     delta += bn * S
     begin = first // BM * BM
     full = tl.minimum(tl.cdiv(first + BN, BM) * BM, S)  # from here on every query sees every key of the block
-    dk, dv, db = _key_over(
-        dk, dv, db, key, val, b2, q, bn * S, dout, b * S, head * H, lse, delta, scale2, begin, full, n, S,
-        BM, BIAS and not APART, BIAS, True, EVEN,
+    dk, dv, db = key_over(
+        dk, dv, db, key, val, b2, q, bn * S, dout, b * S, head * H, lse, delta, lse, scale2, begin, full, n, S,
+        BM, BIAS and not APART, BIAS, True, False, EVEN,
     )  # fmt: skip
-    dk, dv, db = _key_over(
-        dk, dv, db, key, val, b2, q, bn * S, dout, b * S, head * H, lse, delta, scale2, full, S, n, S,
-        BM, BIAS and not APART, BIAS, False, EVEN,
+    dk, dv, db = key_over(
+        dk, dv, db, key, val, b2, q, bn * S, dout, b * S, head * H, lse, delta, lse, scale2, full, S, n, S,
+        BM, BIAS and not APART, BIAS, False, False, EVEN,
     )  # fmt: skip
     if BIAS and APART:  # a key's bias multiplies all its weights: once at the end is enough
         weight = tl.exp2(b2)
         dk = dk * weight[:, None]
         dv = dv * weight[:, None]
         db = db * weight
+    store_key_gradients(
+        dk * scale, dv, db, val, value, cos, sin, dqkv, dbias, dvalue, b, head, n, S, N, H, BN, BIAS, VALUE
+    )
+
+
+@triton.jit
+def store_key_gradients(  # type: ignore[no-untyped-def]
+    dk, dv, db, val, value, cos, sin, dqkv, dbias, dvalue, b, head, n, S, N,
+    H: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = dqkv.dtype.element_ty
     half: tl.constexpr = H // 2
-    i = tl.arange(0, half)
+    i, h = tl.arange(0, half), tl.arange(0, H)
+    bn, here = b * N + head, (n < S)[:, None]
     row = (b * S + n).to(tl.int64)[:, None]
-    left, right = rotate_back(dk * scale, cos, sin, row * half + i[None, :], here, BN, H)
+    left, right = rotate_back(dk, cos, sin, row * half + i[None, :], here, BN, H)
     to = dqkv + row * (3 * N * H) + (N + head) * H
     tl.store(to + i[None, :], left.to(dtype), mask=here)
     tl.store(to + half + i[None, :], right.to(dtype), mask=here)
@@ -249,27 +270,36 @@ def _key_gradient(  # type: ignore[no-untyped-def]
         tl.store(dbias + bn * S + n, db, mask=n < S)
 
 
-def _tile(tiles: dict[int, Tile], head_size: int) -> Tile:
+def tile_for(tiles: dict[int, Tile], head_size: int) -> Tile:
     return tiles[min(size for size in tiles if size >= head_size)]
 
 
-def _described(rotated: Tensor, rows: tuple[int, int, int]) -> tuple[Any, Any, Any]:
-    """q, k and v as tables of rows, loaded `rows` at a time by the GPU's copy engine.
+def described(parts: Tensor, rows: tuple[int, ...]) -> list[Any]:
+    """Parts (q, k, v, or some of them) as tables of rows, loaded `rows` at a time by the GPU's copy engine.
 
     A block that extends past its head's last row reads rows of the next head, or of the next row of the batch. Kernels
     replace them by zeros: their weight is 0, but 0 times NaN would be NaN.
     """
-    tables = (part.flatten(0, 2) for part in rotated)
-    q, k, v = (TensorDescriptor.from_tensor(table, [n, table.shape[1]]) for table, n in zip(tables, rows, strict=True))
-    return q, k, v
+    tables = (part.flatten(0, 2) for part in parts)
+    return [TensorDescriptor.from_tensor(table, [n, table.shape[1]]) for table, n in zip(tables, rows, strict=True)]
 
 
-def _in_base_2(key_bias: Tensor) -> Tensor:
+def in_base_2(key_bias: Tensor) -> Tensor:
     return (key_bias * LOG2E.value).contiguous()
 
 
-def _sizes(qkv: Tensor, n_head: int) -> tuple[int, int, int]:
-    return qkv.shape[0], qkv.shape[1], qkv.shape[2] // (3 * n_head)
+def rotate(
+    qkv: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, value: Tensor | None, *, n_head: int
+) -> Float[Tensor, "3 B N S H"]:
+    """q, k and v with their bias, q and k rotated, v times its scores."""
+    batch, streams, head = qkv.shape[0], qkv.shape[1], qkv.shape[2] // (3 * n_head)
+    qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+    rotated = qkv.new_empty(3, batch, n_head, streams, head)
+    rotate_qkv[(triton.cdiv(streams, ROTATED_STREAMS), batch)](
+        qkv, bias, cos, sin, cos if value is None else value.contiguous(), rotated, streams, n_head, rotated[0].numel(),
+        H=head, VALUE=value is not None, BS=ROTATED_STREAMS,
+    )  # fmt: skip
+    return rotated
 
 
 @on_its_device
@@ -284,19 +314,14 @@ def forward(
     n_head: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The heads, and for the backward the rotated q, k and v and the log of the weights' sums."""
-    batch, streams, head = _sizes(qkv, n_head)
-    qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
-    rotated = qkv.new_empty(3, batch, n_head, streams, head)
+    rotated = rotate(qkv, bias, cos, sin, value, n_head=n_head)
+    _, batch, _, streams, head = rotated.shape
     out = qkv.new_empty(batch, streams, n_head * head)
     lse = qkv.new_empty(batch, n_head, streams, dtype=torch.float32)
-    rotate_qkv[(triton.cdiv(streams, ROTATED_STREAMS), batch)](
-        qkv, bias, cos, sin, cos if value is None else value.contiguous(), rotated, streams, n_head, rotated[0].numel(),
-        H=head, VALUE=value is not None, BS=ROTATED_STREAMS,
-    )  # fmt: skip
-    tile = _tile(FORWARD, head)
-    q, k, v = _described(rotated, (tile.queries, tile.keys, tile.keys))
+    tile = tile_for(FORWARD, head)
+    q, k, v = described(rotated, (tile.queries, tile.keys, tile.keys))
     _attend_forward[(triton.cdiv(streams, tile.queries) * batch * n_head,)](
-        q, k, v, lse if key_bias is None else _in_base_2(key_bias), out, lse,
+        q, k, v, lse if key_bias is None else in_base_2(key_bias), out, lse,
         LOG2E.value / math.sqrt(head), streams, n_head,
         H=head, BIAS=key_bias is not None, EVEN=streams % tile.keys == 0, **tile.launch(),
     )  # fmt: skip
@@ -322,17 +347,17 @@ def backward(
     dqkv = rotated.new_empty(batch, streams, 3 * n_head * head)
     delta = torch.empty_like(lse)
     of_heads = lse.new_empty(2, batch, n_head, streams if key_bias is not None or value is not None else 0)
-    bias = lse if key_bias is None else _in_base_2(key_bias)
+    bias = lse if key_bias is None else in_base_2(key_bias)
     score = lse if value is None else value.contiguous()
     scale = 1 / math.sqrt(head)
-    tile = _tile(QUERY_GRADIENT, head)
-    q, k, v = _described(rotated, (tile.queries, tile.keys, tile.keys))
+    tile = tile_for(QUERY_GRADIENT, head)
+    q, k, v = described(rotated, (tile.queries, tile.keys, tile.keys))
     _query_gradient[(triton.cdiv(streams, tile.queries) * batch * n_head,)](
         q, k, v, bias, out, dout, lse, delta, cos, sin, dqkv, scale, scale * LOG2E.value, streams, n_head,
         H=head, BIAS=key_bias is not None, EVEN=streams % tile.keys == 0, **tile.launch(),
     )  # fmt: skip
-    tile = _tile(KEY_GRADIENT, head)
-    q, k, v = _described(rotated, (tile.queries, tile.keys, tile.keys))
+    tile = tile_for(KEY_GRADIENT, head)
+    q, k, v = described(rotated, (tile.queries, tile.keys, tile.keys))
     do = TensorDescriptor.from_tensor(dout.flatten(0, 1), [tile.queries, head])
     _key_gradient[(triton.cdiv(streams, tile.keys) * batch * n_head,)](
         q, k, v, bias, score, do, lse, delta, cos, sin, dqkv, *of_heads,

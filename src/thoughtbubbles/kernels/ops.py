@@ -45,13 +45,18 @@ def attention(
     value_gate: Float[Tensor, "B S"] | None,
     n_head: int,
     least_bias: float = -math.inf,
+    token: Int[Tensor, "B S"] | None = None,
+    up_to: Int[Tensor, "B T"] | None = None,
+    reach: int | None = None,
 ) -> Float[Tensor, "B S D"]:
     """Concatenated heads, from the projections of one matrix product: [q | k | v], heads contiguous in each.
 
     least_bias  a lower bound of the key biases, if known: the backward is faster if it is not too low
+    reach       of forks, in tokens, if it is limited: then also the token of each stream, and for each token the number
+                of streams of tokens up to it
     """
     is_bounded = least_bias > LEAST_APART and qkv.dtype != torch.float16  # whose range is small
-    return _attention(qkv, bias, cos, sin, key_bias, value_gate, n_head, is_bounded)[0]  # type: ignore[no-any-return]
+    return _attention(qkv, bias, cos, sin, key_bias, value_gate, token, up_to, n_head, reach, is_bounded)[0]  # type: ignore[no-any-return]
 
 
 def _attention_forward(
@@ -61,15 +66,23 @@ def _attention_forward(
     sin: Tensor,
     key_bias: Tensor | None,
     value: Tensor | None,
+    token: Tensor | None,
+    up_to: Tensor | None,
     n_head: int,
+    reach: int | None,
     is_bounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from thoughtbubbles.kernels.attention import forward
+    from thoughtbubbles.kernels import attention
+    from thoughtbubbles.kernels import reach as of_near_forks
 
-    return forward(qkv, bias, cos, sin, key_bias, value, n_head=n_head)
+    if reach is None:
+        return attention.forward(qkv, bias, cos, sin, key_bias, value, n_head=n_head)
+    return of_near_forks.forward(
+        qkv, bias, cos, sin, key_bias, value, token, up_to, n_head=n_head, reach=reach  # type: ignore[arg-type]
+    )
 
 
-def _attention_shapes(qkv, bias, cos, sin, key_bias, value, n_head, is_bounded):  # type: ignore[no-untyped-def]
+def _attention_shapes(qkv, bias, cos, sin, key_bias, value, token, up_to, n_head, reach, is_bounded):  # type: ignore[no-untyped-def]
     batch, streams, head = qkv.shape[0], qkv.shape[1], qkv.shape[2] // (3 * n_head)
     return (
         qkv.new_empty(batch, streams, n_head * head),
@@ -79,33 +92,36 @@ def _attention_shapes(qkv, bias, cos, sin, key_bias, value, n_head, is_bounded):
 
 
 def _attention_save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, bias, cos, sin, key_bias, value, _, ctx.is_bounded = inputs
+    _, bias, cos, sin, key_bias, value, token, up_to, _, ctx.reach, ctx.is_bounded = inputs
     out, rotated, lse = output
     ctx.set_materialize_grads(False)  # else torch creates zeros for all that is saved here, as large as the projections
     ctx.bias_dtype = bias.dtype
-    ctx.save_for_backward(rotated, out, lse, cos, sin, key_bias, value)
+    ctx.save_for_backward(rotated, out, lse, cos, sin, key_bias, value, token, up_to)
 
 
 def _attention_backward(ctx, dout, *_):  # type: ignore[no-untyped-def]
     kept = ctx.saved_tensors  # read once: activation checkpointing provides them only once
-    *_, key_bias, value = kept
-    dqkv, dqkv_bias, (dbias, dvalue) = _attention_gradients(dout, *kept, ctx.is_bounded)
-    return (
-        dqkv, dqkv_bias.to(ctx.bias_dtype), None, None,
-        None if key_bias is None else dbias, None if value is None else dvalue, None, None,
-    )  # fmt: skip
+    *_, key_bias, value, _, _ = kept
+    dqkv, dqkv_bias, (dbias, dvalue) = _attention_gradients(dout, *kept, ctx.reach, ctx.is_bounded)
+    of_scores = None if key_bias is None else dbias, None if value is None else dvalue
+    return dqkv, dqkv_bias.to(ctx.bias_dtype), None, None, *of_scores, None, None, None, None, None
 
 
 def _attention_gradients_forward(
     dout: Tensor, rotated: Tensor, out: Tensor, lse: Tensor, cos: Tensor, sin: Tensor,
-    key_bias: Tensor | None, value: Tensor | None, is_bounded: bool,
+    key_bias: Tensor | None, value: Tensor | None, token: Tensor | None, up_to: Tensor | None,
+    reach: int | None, is_bounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from thoughtbubbles.kernels.attention import backward
+    from thoughtbubbles.kernels import attention
+    from thoughtbubbles.kernels import reach as of_near_forks
 
-    return backward(dout, rotated, out, lse, cos, sin, key_bias, value, is_bounded=is_bounded)
+    kept = (dout, rotated, out, lse, cos, sin, key_bias, value)
+    if reach is None:
+        return attention.backward(*kept, is_bounded=is_bounded)
+    return of_near_forks.backward(*kept, token, up_to, reach=reach, is_bounded=is_bounded)  # type: ignore[arg-type]
 
 
-def _attention_gradients_shapes(dout, rotated, out, lse, cos, sin, key_bias, value, is_bounded):  # type: ignore[no-untyped-def]
+def _attention_gradients_shapes(dout, rotated, out, lse, cos, sin, key_bias, value, token, up_to, reach, is_bounded):  # type: ignore[no-untyped-def]
     _, batch, n_head, streams, head = rotated.shape
     return (
         rotated.new_empty(batch, streams, 3 * n_head * head),

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 from thoughtbubbles.model.budget import Budget, BudgetLike, brief
 
 Selection = Literal["block", "causal"]
-Merge = Literal["mixture", "residual", "original"]
+Merge = Literal["mixture", "residual", "original", "forks"]
 ScoreScale = Literal["head", "one"]
 BudgetMode = Literal["proportional", "fixed"]
 
@@ -64,7 +64,11 @@ class ModelConfig:
     selection: Selection = "causal"
     """Which candidates survive a fork layer. causal: decided from tokens up to their own. block: the paper's top-k."""
     merge: Merge = "mixture"
-    """How a bubble becomes one prediction: mixture of distributions, residual average, or the original stream alone."""
+    """How a bubble becomes one prediction: mixture of distributions, residual average, the original stream alone, or
+    the residual average of its forks, so that originals carry state and forks predict (the original if it has none)."""
+    fork_reach: int | None = None
+    """Forks are visible to their own token and to so many tokens after it; 0: to their own bubble alone. None: to all
+    later tokens. Originals are always visible to all, and what nobody can see is not cached."""
     gate_qk: bool = True
     """Add the key's log score to the attention logits."""
     gate_v: bool = True
@@ -141,6 +145,14 @@ class ModelConfig:
             _require(
                 self.merge == "original", "merge", self.merge, "copy-N decodes the rightmost copy: set merge='original'"
             )
+            _require(self.fork_reach is None, "fork_reach", self.fork_reach, "copy-N has no forks: leave it None")
+        most = MOST["block_size"]
+        _require(
+            self.fork_reach is None or (is_whole(self.fork_reach) and 0 <= self.fork_reach <= most),
+            "fork_reach",
+            self.fork_reach,
+            f"give a whole number of tokens from 0 to {most:,}, or None for no limit",
+        )
         _require(
             self.budget_mode == "proportional" or self.selection == "block",
             "budget_mode",
@@ -153,9 +165,11 @@ class ModelConfig:
         remedy = (
             "authors_compat = True computes as the authors' code, which does not support this: set {} or leave it False"
         )
-        _require(self.merge != "mixture", "merge", self.merge, remedy.format("merge='residual' or 'original'"))
-        for name, theirs in (
+        theirs = ("residual", "original")
+        _require(self.merge in theirs, "merge", self.merge, remedy.format("merge='residual' or 'original'"))
+        for name, value in (
             ("copies", 1),
+            ("fork_reach", None),
             ("gate_qk", True),
             ("gate_v", True),
             ("gate_residual", True),
@@ -164,7 +178,7 @@ class ModelConfig:
             ("head_gate", False),
         ):
             found = getattr(self, name)
-            _require(found == theirs, name, found, remedy.format(f"{name}={theirs!r}"))
+            _require(found == value, name, found, remedy.format(f"{name}={value!r}"))
         remedy = "with authors_compat = True scores are ranked too finely for more than 50 fork layers: give fewer"
         _require(len(self.fork_layers) <= 50, "fork_layers", self.fork_layers, remedy)
 

@@ -1,10 +1,11 @@
 """What a model costs: parameters, streams per layer, FLOPs and memory, as counted everywhere in this project.
 
 Per layer, forward + backward takes 6 · 12 D² per stream and 6 · S² · D per row of S streams (the causal half of
-attention); `head_gate` adds 6 · D · N per stream, and decoding 6 · D · V per decoded row. A third of this is the
+attention, and of it only the visible pairs with `fork_reach`); `head_gate` adds 6 · D · N per stream, and decoding 6 · D · V per decoded row. A third of this is the
 forward. Padding and activation checkpointing do not count as work.
 """
 
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -48,8 +49,22 @@ def flops(config: ModelConfig, n_tokens: int) -> int:
     decoded = streams[-1] if config.merge == "mixture" else n_tokens
     width = config.width
     weights = 12 * width**2 + (width * config.n_head if config.head_gate else 0)  # of a block's matrices
-    blocks = sum(6 * weights * s + 6 * s**2 * width for s in streams)
-    return blocks + 6 * width * config.vocab_size * decoded  # output projection
+    blocks = sum(6 * weights * s + 12 * width * visible_pairs(config, s, n_tokens) for s in streams)
+    return round(blocks) + 6 * width * config.vocab_size * decoded  # output projection
+
+
+def visible_pairs(config: ModelConfig, n_streams: int, n_tokens: int) -> Fraction:
+    """Pairs of a query and a key that it sees, in a block of one row: S²/2, or fewer if forks have a short reach.
+
+    Forks are taken to be spread evenly over the tokens: of the pairs with a fork as key, those count whose tokens are
+    within the reach, a share of the pairs of tokens.
+    """
+    originals, forks = Fraction(n_streams * n_tokens, 2), Fraction(n_streams * (n_streams - n_tokens), 2)
+    if config.fork_reach is None:
+        return originals + forks
+    near = min(config.fork_reach, n_tokens - 1)
+    pairs = (near + 1) * n_tokens - near * (near + 1) // 2  # of tokens s ≤ t with t − s ≤ near
+    return originals + forks * Fraction(2 * pairs, n_tokens * (n_tokens + 1))
 
 
 def parameter_count(config: ModelConfig) -> int:

@@ -5,8 +5,9 @@ With w the softmax of the log scores within a bubble, e(·) the final norm follo
     mixture     p(y) = Σ_j w_j · softmax(e(x_j))[y]      every stream is decoded, distributions are averaged
     residual    p(y) = softmax(e(Σ_j w_j x_j))[y]        residuals are averaged, one vector is decoded
     original    p(y) = softmax(e(x_original))[y]         only the original is decoded
+    forks       residual without the original, unless it is alone: w is the softmax of the forks' log scores
 
-All three are mixtures of decoded rows (`OutputRows`); the last two have one row per token. The authors' code has
+All are mixtures of decoded rows (`OutputRows`); all but the first have one row per token. The authors' code has
 Σ_j P_j x_j in place of the average (`Form.residual_sum`): the final norm removes the difference, up to its epsilon.
 """
 
@@ -70,7 +71,7 @@ def rows_to_decode(
     elif residual_sum:
         x = sum_residual(streams, n_tokens=n_tokens, max_bubble=max_bubble)
     else:
-        x = merge_residual(streams, n_tokens=n_tokens, max_bubble=max_bubble)
+        x = merge_residual(streams, n_tokens=n_tokens, max_bubble=max_bubble, only_forks=merge == "forks")
     token = torch.where(real, tokens, n_tokens)
     alone = torch.zeros_like(token, dtype=streams.log_score.dtype)
     return OutputRows(norm(x), alone, token, n_tokens, most_per_token=1, is_mixture=False)
@@ -113,10 +114,17 @@ def sum_residual(streams: Streams, *, n_tokens: int, max_bubble: int) -> Float[T
     return take_or_zero(total, torch.where(sizes > 0, up_to - 1, streams.token.shape[1])).to(streams.x.dtype)
 
 
-def merge_residual(streams: Streams, *, n_tokens: int, max_bubble: int) -> Float[Tensor, "B T D"]:
-    """m_t = Σ_j w_j x_j over the bubble of each token t, w = softmax of its log scores; 0 past a padded row's end."""
+def merge_residual(
+    streams: Streams, *, n_tokens: int, max_bubble: int, only_forks: bool = False
+) -> Float[Tensor, "B T D"]:
+    """m_t = Σ_j w_j x_j over the bubble of each token t, w = softmax of its log scores; 0 past a padded row's end.
+
+    only_forks  originals have no weight, unless they are alone
+    """
     start, end = find_bubbles(streams.token, n_tokens)
     log_score, most = streams.log_score.detach(), min(max_bubble, streams.token.shape[1])
+    if only_forks:
+        log_score = log_score.masked_fill(is_original(streams.token, n_tokens) & (start < end), -math.inf)
     largest = bubble_scan(log_score, start, torch.maximum, max_bubble=most)
     score = (log_score - take(largest, end)).exp()  # relative to the bubble's best, so the sum is at least 1
     weight = score / take(bubble_scan(score, start, torch.add, max_bubble=most), end)

@@ -7,13 +7,38 @@ and c = 1/√H. The paper adds c · log P_key to the attention logits and multip
 import math
 from typing import NamedTuple
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.fork import FLOOR
 from thoughtbubbles.model.rope import Rotary, rotary
-from thoughtbubbles.model.streams import Streams, find_bubbles, positions
+from thoughtbubbles.model.streams import Streams, find_bubbles, is_original, positions, slots, streams_up_to
+
+
+class Reach(NamedTuple):
+    """Which streams see which: a stream sees originals at or left of it, and of forks those of near tokens.
+
+    Example with a reach of 0: originals a b c, forks a' b' b″; rows are queries, columns keys:
+
+            a' a  b″ b' b  c
+        a'  x
+        a   x  x
+        b″     x  x
+        b'     x  x  x
+        b      x  x  x  x
+        c      x        x  x
+    """
+
+    token: Int[Tensor, "B S"]
+    up_to: Int[Tensor, "B T"]  # for each token, the streams of tokens up to it
+    tokens: int  # that see a fork after its own: ModelConfig.fork_reach
+
+    def visible(self) -> Bool[Tensor, "B S S"]:
+        """The matrix itself."""
+        token, slot = self.token, slots(self.token)
+        is_near = token[:, :, None] - token[:, None] <= self.tokens
+        return (is_near | is_original(token, self.up_to.shape[1])[:, None]) & (slot[:, :, None] >= slot[:, None])
 
 
 class Layout(NamedTuple):
@@ -22,12 +47,16 @@ class Layout(NamedTuple):
     value_gate: Float[Tensor, "B S"] | None = None  # multiplies the values
     gate: Float[Tensor, "B S"] | None = None  # multiplies the residual updates
     least_bias: float = -math.inf  # a lower bound of key_bias, which makes the kernel's backward faster
+    reach: Reach | None = None  # None: every stream sees all streams at or left of it
 
 
 def find_layout(streams: Streams, config: ModelConfig, *, n_tokens: int, has_forked: bool = True) -> Layout:
     """`has_forked` is False before the first fork layer, where every score is 1."""
     position = positions(streams.token, find_bubbles(streams.token, n_tokens), streams.log_score.dtype)
-    return layout_at(position, streams.log_score if has_forked else None, config)
+    layout = layout_at(position, streams.log_score if has_forked else None, config)
+    if not has_forked or config.fork_reach is None:
+        return layout
+    return layout._replace(reach=Reach(streams.token, streams_up_to(streams.token, n_tokens), config.fork_reach))
 
 
 def layout_at(position: Float[Tensor, "B S"], log_score: Float[Tensor, "B S"] | None, config: ModelConfig) -> Layout:

@@ -17,7 +17,8 @@ from thoughtbubbles.model.block import Block, Residual
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.initial import SkipInit
-from thoughtbubbles.model.layout import layout_at
+from thoughtbubbles.model.layout import find_layout
+from thoughtbubbles.model.streams import Streams
 from thoughtbubbles.train.config import ComputeConfig
 from thoughtbubbles.train.parallel import has_kernels
 
@@ -37,7 +38,7 @@ def warm_up_kernels(config: ModelConfig, compute: ComputeConfig, world: World) -
             pass
 
     # Import now: two threads that import parts of torch at the same time can interfere.
-    for name in ("torch._dynamo", *(f"thoughtbubbles.kernels.{name}" for name in ("attention", "gelu", "norm"))):
+    for name in ("torch._dynamo", *(f"thoughtbubbles.kernels.{name}" for name in ("attention", "gelu", "norm", "reach"))):
         import_module(name)
     thread = Thread(target=work)  # not a daemon: killing it inside CUDA or the compiler may crash Python
     thread.start()
@@ -54,7 +55,10 @@ def run_two_blocks(config: ModelConfig, device: torch.device, residual: torch.dt
     for has_scores, n_streams in lengths.items():
         x = torch.zeros(1, n_streams, config.width, device=device, dtype=residual, requires_grad=True)
         log_score = torch.zeros(1, n_streams, device=device, requires_grad=True)
-        layout = layout_at(torch.zeros_like(log_score), log_score if has_scores else None, config)
+        token = torch.arange(n_streams, device=device).clamp(max=config.block_size)[None]  # the rest is unused slots
+        layout = find_layout(
+            Streams(x, log_score, token), config, n_tokens=config.block_size, has_forked=has_scores
+        )
         with torch.autocast(device.type, torch.bfloat16):
             y = block(block(Residual(x), layout, PATHS["fused"]), layout, PATHS["fused"])
         torch.autograd.grad(y.total(layout.gate).sum(), (x, *block.parameters()))
