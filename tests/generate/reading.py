@@ -100,17 +100,24 @@ class SpanState(NamedTuple):
     level: Tensor
 
 
-def state(cache: Cache, row: int) -> list[SpanState]:
-    spans, before = [], int(cache.n_tokens[row])
+def state(cache: Cache, row: int, *, reach: int | None = None) -> list[SpanState]:
+    """`reach`: the model's `fork_reach`, whose cache may still have forks that nobody can see any more."""
+    n_tokens = before = int(cache.n_tokens[row])
+    spans = []
     for span in cache.spans:
         used = int(span.used[row])
+        read = torch.arange(used)
+        if span.kept is not None:
+            ring = span.ring(cache.capacity)
+            near = (span.token[row, :ring] >= n_tokens - reach).nonzero()[:, 0]
+            read = torch.cat([near, ring + torch.arange(n_tokens)])
         spans.append(
             SpanState(
                 used,
-                span.key[:, row, :, :used],
-                span.value[:, row, :, :used],
-                span.log_score[row, :used],
-                span.token[row, :used],
+                span.key[:, row, :, read],
+                span.value[:, row, :, read],
+                span.log_score[row, read],
+                span.token[row, read],
                 torch.empty(0, dtype=torch.int32) if span.level is None else span.level[row, : 2 * before],
             )
         )
@@ -118,10 +125,10 @@ def state(cache: Cache, row: int) -> list[SpanState]:
     return spans
 
 
-def assert_same_state(ours: Cache, our_row: int, theirs: Cache, their_row: int) -> None:
+def assert_same_state(ours: Cache, our_row: int, theirs: Cache, their_row: int, *, reach: int | None = None) -> None:
     assert int(ours.n_tokens[our_row]) == int(theirs.n_tokens[their_row])
     assert int(ours.next_cap()[our_row]) == int(theirs.next_cap()[their_row])
-    for a, b in zip(state(ours, our_row), state(theirs, their_row), strict=True):
+    for a, b in zip(state(ours, our_row, reach=reach), state(theirs, their_row, reach=reach), strict=True):
         assert a.used == b.used
         assert torch.equal(a.token, b.token)
         assert torch.equal(a.level, b.level)

@@ -132,6 +132,7 @@ def shapes(draw):
         "gate_v": draw(st.booleans()),
         "gate_residual": draw(st.booleans()),
         "head_gate": draw(st.booleans()),
+        "fork_reach": draw(st.sampled_from([None, 0, 1, 3, 20])),
         "score_scale": draw(st.sampled_from(["head", "one"])),
         "score_bias": draw(st.sampled_from([None, 0.0, 1.5, -3])),
     }
@@ -160,7 +161,7 @@ def test_any_shape(case):
     again, lengths = padded(rows)
     _, cache = prefill(model, again, lengths=lengths, budget=budgets, capacity=case["capacity"])
     for i in range(len(rows)):
-        assert_same_state(read.cache, i, cache, i)
+        assert_same_state(read.cache, i, cache, i, reach=config.fork_reach)
 
 
 @pytest.mark.parametrize("merge", MERGES)

@@ -108,7 +108,7 @@ def test_predictions_of_every_token_of_a_piece():
     torch.testing.assert_close(found.logits[7:].log_softmax(-1), whole[:3], rtol=0, atol=SAME_ROW)
 
 
-@pytest.mark.parametrize("case", ["mixture", "plain", "forks at once"])
+@pytest.mark.parametrize("case", ["mixture", "plain", "forks at once", "private forks"])
 def test_a_copied_prefix_is_as_if_read(case):
     """Also from a row that has gone on since, and is used again afterwards."""
     model = lively_model(small_config(block_size=CAPACITY, **CASES[case]), seed=5)

@@ -382,7 +382,9 @@ def compiled_ahead(fork_reach: int | None = None) -> Found:
     missing = forms["a step"] - forms["ahead"]
     print(*sorted(map(str, missing)), sep="\n", file=sys.stderr)
     launched = {name for name, *_ in forms["a step"]}
-    expected = {name for module, every in names.items() for name in every if module is not reach or fork_reach is not None}
+    expected = {
+        name for module, every in names.items() for name in every if module is not reach or fork_reach is not None
+    }
     return {"a step launches them": launched == expected, "no form is missing": not missing}
 
 
@@ -431,12 +433,11 @@ def full() -> dict[str, Callable[[], Found]]:
         **quick(),
         **{str(size): lambda size=size: Heads(*size[:2], qk=size[2], value=size[3]).errors() for size in sizes},
         **{
-            f"reach {near} of {streams}, {unused} unused, {qk}, {value}": partial(
-                reached, streams, near=near, n_unused=unused, bubble=bubble, qk=qk, value=value
+            f"reach {near} of {streams}, {unused} unused, {gates[i % 4]}": partial(
+                reached, streams, near=near, n_unused=unused, bubble=bubble, qk=gates[i % 4][0], value=gates[i % 4][1]
             )
-            for streams, unused, bubble in ((1, 0, 1), (16, 0, 8), (33, 20, 3), (64, 0, 2), (70, 1, 8), (130, 40, 4))
-            for near in (0, 2, 40, 200)
-            for qk, value in gates[:: 1 if streams == 70 else 3]
+            for i, (streams, unused, bubble) in enumerate(((1, 0, 1), (16, 0, 8), (33, 20, 3), (70, 1, 8), (64, 0, 2)))
+            for near in (0, 2, 40)
         },
         "reach, not bounded": lambda: Heads(70, 16, near=0, is_bounded=False).errors(),
         "reach, poisoned neighbour": lambda: poisoned_neighbour(near=1),

@@ -13,7 +13,7 @@ from helpers import (
     small_config,
 )
 
-MERGES = ("mixture", "residual", "original")
+MERGES = ("mixture", "residual", "original", "forks")
 
 
 def two_rows_that_agree_before(config, t: int, tokens: int):
@@ -34,6 +34,19 @@ def test_causal_selection_is_bit_identical_before_a_change(merge, budget):
             a, b = (model(ids, want=("logits",)).logits for ids in (first, second))
             assert torch.equal(a[:, :t], b[:, :t])
             assert not torch.equal(a[:, t:], b[:, t:])
+
+
+@pytest.mark.parametrize("reach", [0, 1, 4])
+@pytest.mark.parametrize("merge", MERGES)
+def test_the_reach_of_forks_is_causal(merge, reach):
+    config = small_config(merge=merge, budget=4, fork_reach=reach)
+    model = lively_model(config)
+    for t in (1, 5, 9, 13):
+        first, second = two_rows_that_agree_before(config, t, 14)
+        a, b = (model(ids, want=("logits",)).logits for ids in (first, second))
+        assert torch.equal(a[:, :t], b[:, :t])
+        alone = model(first[:, :t], want=("logits",)).logits
+        torch.testing.assert_close(alone, a[:, :t], atol=SAME_ROW, rtol=0)
 
 
 @pytest.mark.parametrize("budget", [1, 1.15, 1.5, 2, 4])

@@ -75,11 +75,10 @@ def _attention_forward(
     from thoughtbubbles.kernels import attention
     from thoughtbubbles.kernels import reach as of_near_forks
 
+    given = (qkv, bias, cos, sin, key_bias, value)
     if reach is None:
-        return attention.forward(qkv, bias, cos, sin, key_bias, value, n_head=n_head)
-    return of_near_forks.forward(
-        qkv, bias, cos, sin, key_bias, value, token, up_to, n_head=n_head, reach=reach  # type: ignore[arg-type]
-    )
+        return attention.forward(*given, n_head=n_head)
+    return of_near_forks.forward(*given, token, up_to, n_head=n_head, reach=reach)  # type: ignore[arg-type]
 
 
 def _attention_shapes(qkv, bias, cos, sin, key_bias, value, token, up_to, n_head, reach, is_bounded):  # type: ignore[no-untyped-def]

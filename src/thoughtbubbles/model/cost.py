@@ -1,8 +1,8 @@
 """What a model costs: parameters, streams per layer, FLOPs and memory, as counted everywhere in this project.
 
 Per layer, forward + backward takes 6 · 12 D² per stream and 6 · S² · D per row of S streams (the causal half of
-attention, and of it only the visible pairs with `fork_reach`); `head_gate` adds 6 · D · N per stream, and decoding 6 · D · V per decoded row. A third of this is the
-forward. Padding and activation checkpointing do not count as work.
+attention, and of it only the visible pairs with `fork_reach`); `head_gate` adds 6 · D · N per stream, and decoding
+6 · D · V per decoded row. A third of this is the forward. Padding and activation checkpointing do not count as work.
 """
 
 from fractions import Fraction

@@ -38,7 +38,10 @@ def warm_up_kernels(config: ModelConfig, compute: ComputeConfig, world: World) -
             pass
 
     # Import now: two threads that import parts of torch at the same time can interfere.
-    for name in ("torch._dynamo", *(f"thoughtbubbles.kernels.{name}" for name in ("attention", "gelu", "norm", "reach"))):
+    for name in (
+        "torch._dynamo",
+        *(f"thoughtbubbles.kernels.{name}" for name in ("attention", "gelu", "norm", "reach")),
+    ):
         import_module(name)
     thread = Thread(target=work)  # not a daemon: killing it inside CUDA or the compiler may crash Python
     thread.start()
@@ -56,9 +59,7 @@ def run_two_blocks(config: ModelConfig, device: torch.device, residual: torch.dt
         x = torch.zeros(1, n_streams, config.width, device=device, dtype=residual, requires_grad=True)
         log_score = torch.zeros(1, n_streams, device=device, requires_grad=True)
         token = torch.arange(n_streams, device=device).clamp(max=config.block_size)[None]  # the rest is unused slots
-        layout = find_layout(
-            Streams(x, log_score, token), config, n_tokens=config.block_size, has_forked=has_scores
-        )
+        layout = find_layout(Streams(x, log_score, token), config, n_tokens=config.block_size, has_forked=has_scores)
         with torch.autocast(device.type, torch.bfloat16):
             y = block(block(Residual(x), layout, PATHS["fused"]), layout, PATHS["fused"])
         torch.autograd.grad(y.total(layout.gate).sum(), (x, *block.parameters()))

@@ -1,0 +1,108 @@
+"""The cache of models whose forks are visible to near tokens only: forks fall out of it, and nothing else changes."""
+
+import pytest
+import torch
+
+from helpers import SAME_ROW, lively_model, random_ids, small_config
+from thoughtbubbles.generate.cache import cache_memory
+from thoughtbubbles.generate.decode import decode_step, prefill
+from thoughtbubbles.generate.engine import Engine, check_compiled
+from thoughtbubbles.generate.requests import Request, generate
+from thoughtbubbles.generate.sample import Sampling
+from thoughtbubbles.model.budget import Budget
+
+
+def private(reach: int = 0, **changes):
+    return lively_model(small_config(fork_reach=reach, block_size=32, **changes), seed=4)
+
+
+def going_on(model, cache, ids):
+    predicted = []
+    for new in ids.unbind(1):
+        prediction, cache = decode_step(model, cache, new)
+        predicted.append(prediction.logits.log_softmax(-1))
+    return torch.stack(predicted, dim=1)
+
+
+def test_private_forks_take_no_room():
+    """The keys and values of a plain model; beyond them only what the selection needs to know."""
+    sizes = {"rows": 2, "capacity": 20, "budget": Budget.of(4), "dtype": torch.float32}
+    forking, plain = (small_config(fork_layers=layers, fork_reach=0, block_size=32) for layers in ((1, 2, 3), ()))
+    private_forks, without = cache_memory(forking, **sizes), cache_memory(plain, **sizes)
+    seen_by_all = cache_memory(small_config(block_size=32), **sizes)
+    # One more slot in each of four spans is never read; a plain model has one span.
+    assert private_forks.keys == private_forks.values == without.keys
+    assert private_forks.streams == 2 * (4 * 21 * 8 + 3 * 20 * 4)
+    assert seen_by_all.keys == 2 * (21 + 41 + 81 + 81) * 12 * 4
+    assert private_forks.levels == seen_by_all.levels
+
+
+@pytest.mark.parametrize(("reach", "forks"), [(1, (1, 3, 7)), (2, (2, 6, 14)), (50, (20, 60, 60))])
+def test_room_for_forks_of_near_tokens(reach, forks):
+    """At most 1, 3 and 7 forks per token after one, two and three fork layers; under r = 4 at most 60 of 20 tokens."""
+    sizes = {"rows": 1, "capacity": 20, "budget": Budget.of(4), "dtype": torch.float32}
+    memory = cache_memory(small_config(fork_reach=reach, block_size=32), **sizes)
+    assert memory.keys == (21 + sum(21 + n for n in forks)) * 12 * 4
+
+
+@pytest.mark.parametrize("reach", [0, 2, 9])
+def test_memory_is_as_predicted(reach):
+    model = private(reach)
+    for budget, rows, capacity in ((1, 1, 16), ([1.5, "7/3"], 2, 13)):
+        _, cache = prefill(model, random_ids(model.config, rows, 4), budget=budget, capacity=capacity)
+        expected = cache_memory(
+            model.config, rows=rows, capacity=capacity, budget=Budget.of(budget), dtype=torch.float64
+        )
+        assert cache.memory() == expected
+        _, cache = decode_step(model, cache, torch.zeros(rows, dtype=torch.int64))
+        assert cache.memory() == expected
+
+
+@pytest.mark.parametrize("reach", [0, 2, 9])
+def test_a_grown_cache_continues_like_one_that_was_large_from_the_start(reach):
+    model = private(reach, budget=4)
+    ids, more = random_ids(model.config, 3, 5), random_ids(model.config, 3, 20, seed=1)
+    small, large = (prefill(model, ids, lengths=[5, 2, 4], budget=[1, 8, 1.5], capacity=n)[1] for n in (5, 25))
+    small, large = (cache.reorder(torch.tensor([2, 0, 1])) for cache in (small, large))
+    for i, new in enumerate(more.unbind(1)):
+        if i in (0, 2, 7):
+            small = small.grown(model.config, {0: 7, 2: 12, 7: 25}[i])
+        (a, small), (b, large) = (decode_step(model, cache, new) for cache in (small, large))
+        torch.testing.assert_close(a.logits, b.logits, atol=SAME_ROW, rtol=0)
+        assert torch.equal(a.streams, b.streams)
+
+
+@pytest.mark.parametrize("keep", [1, 3, 11])
+def test_a_cropped_cache_continues_from_there(keep):
+    model, budgets = private(), [1, 1.5, 8]
+    ids, more = random_ids(model.config, 3, 11), random_ids(model.config, 3, 6, seed=31)
+    cropped = prefill(model, ids, budget=budgets)[1].crop(keep)
+    whole = model(torch.cat([ids[:, :keep], more], dim=1), budget=budgets, want=("log_probs",), trace=True)
+    torch.testing.assert_close(going_on(model, cropped, more), whole.log_probs[:, keep:], atol=SAME_ROW, rtol=0)
+    assert torch.equal(cropped.streams(keep), whole.forks[-1].bubble_size[:, :keep])
+
+
+def test_forks_that_fell_out_do_not_come_back():
+    model = private(2)
+    _, cache = prefill(model, random_ids(model.config, 2, 11))
+    assert torch.equal(cache.crop(11).spans[-1].used, cache.spans[-1].used)
+    with pytest.raises(ValueError, match=r"no longer in this cache.*fork_reach.*clone the cache"):
+        cache.crop(10)
+
+
+@pytest.mark.parametrize(("reach", "shares"), [(0, True), (3, False)])
+def test_the_engine(reach, shares):
+    """Texts equal those without a cache; a common prompt is read once, unless forks of it may be gone."""
+    model = private(reach, budget=2)
+    prompts = [[5, 3, 8, 1, 2, 7, 7, 4, *tail] for tail in ([9], [2, 2], [6, 1, 3])]
+    requests = [Request(prompt=ids, max_new=9, sampling=Sampling(temperature=0)) for ids in prompts]
+    engine = Engine(model, rows=2, chunk=4)
+    found = [handle.result() for handle in engine.submit_all(requests)]
+    expected = generate(model, requests, method="uncached")
+    assert [each.ids for each in found] == [each.ids for each in expected]
+    assert (engine.stats().tokens_shared > 0) == shares
+
+
+def test_compiled_steps_say_that_they_have_no_reach():
+    with pytest.raises(ValueError, match="fork_reach = 0: compiled steps do not support it yet"):
+        check_compiled(True, small_config(fork_reach=0), is_cached=True, device=torch.device("cuda"))
