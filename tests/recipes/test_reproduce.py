@@ -96,6 +96,8 @@ def test_every_row_is_a_run(name):
     for row in found.rows:
         model = config(name, row).model
         assert parameter_count(model) > 0
+        if name == "screen" and model.fork_layers:
+            continue  # it compares merges
         assert model.merge == ("residual" if model.fork_layers else "original")
 
 
@@ -115,6 +117,25 @@ def test_the_protocol_long():
     assert config("long", "longer").steps == int(1.8 * 4 * TOKENS) // (64 * 512)
     three = {row for row, settings in protocol("long").rows.items() if settings.seeds == (0, 1, 2)}
     assert three == {"plain", "r1", "r2", "head-gate"}
+
+
+def test_the_protocol_screen():
+    """A third of `long`, each row at the settings of its kind; all reaches with all merges."""
+    runs = {row: config("screen", row) for row in protocol("screen").rows}
+    assert {run.steps for run in runs.values()} == {config("long", "plain").steps // 3}
+    for run in runs.values():
+        tuned = TUNED["r2" if run.model.fork_layers else "plain"]
+        assert {name: getattr(run.optim, name) for name in tuned} == tuned
+    for row in ("plain", "head-gate", "r1", "r2"):
+        assert runs[row].model == config("long", row).model
+    r2 = runs["r2"].model
+    usual = [run.model for run in runs.values() if not (run.forks_from or run.budgets)]
+    for reach in (None, 64, 0):
+        for merge in ("residual", "mixture", "forks"):
+            assert usual.count(replace(r2, fork_reach=reach, merge=merge)) == 1
+    late = runs["r2-late"]
+    assert [late.budget_of(step) for step in (0, 5044, 5046, 6726)] == [1.0, 1.0, None, None]
+    assert set(runs["r2-elastic"].budgets) == {1, 1.5, 2, 3, 4}
 
 
 def test_the_protocol_short():

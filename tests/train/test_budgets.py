@@ -1,4 +1,4 @@
-"""`--budgets`: every step draws its budget at random, as a function of the seed and the step."""
+"""`--budgets`: each step draws one at random, by seed and step. `--forks-from`: until then the budget is 1."""
 
 import json
 from collections import Counter
@@ -65,12 +65,34 @@ def test_flops_are_the_mean_over_the_budgets(tmp_path):
     assert replace(run, budgets=(1.0, 4.0)).flops_per_row == (one + four) / 2
 
 
+def test_forks_begin_late(tmp_path):
+    """The steps before are those of a run with budget 1, bit by bit; from then on every step has the model's own."""
+    late = small_run(tmp_path / "late", forks_from=0.5, log_every=1, steps=8)
+    train(late)
+    train(small_run(tmp_path / "never", model_budget=1, log_every=1, steps=8))
+    ours, never = (steps_of(tmp_path / name) for name in ("late", "never"))
+    assert [line["loss"] for line in ours[:4]] == [line["loss"] for line in never[:4]]
+    assert [line["loss"] for line in ours[4:]] != [line["loss"] for line in never[4:]]
+    assert [late.budget_of(step) for step in range(8)] == [1.0] * 4 + [None] * 4
+    assert late.flops_per_row == (cost(late.model).flops + cost(replace(late.model, budget=1)).flops) / 2
+
+
+def test_a_run_from_before_a_setting_existed_is_the_same_run(tmp_path):
+    now = small_run(tmp_path / "run").as_dict()
+    before = {name: value for name, value in now.items() if name != "forks_from"}
+    assert not differences(before, now)
+    assert differences(before, {**now, "forks_from": 0.5}) == ["forks_from was 0.0, is 0.5"]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"budgets": (0.5,)}, "--budgets = 0.5 is below 1"),
         ({"budgets": (1.0, 1e18)}, "--budgets is too large"),
         ({"budgets": (2.0,), "model_fork_layers": (), "model_merge": "original"}, "without fork layers has no budget"),
+        ({"forks_from": 1.5}, "--forks-from 1.5: give a fraction"),
+        ({"forks_from": float("nan")}, "--forks-from nan: give a fraction"),
+        ({"forks_from": 0.5, "model_fork_layers": (), "model_merge": "original"}, "without fork layers never forks"),
     ],
 )
 def test_budgets_that_make_no_sense(tmp_path, changes, words):

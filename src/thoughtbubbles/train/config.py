@@ -6,7 +6,7 @@ A run stays the same run when it is resumed after a kill, on another number of d
 
 import math
 import random
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -143,6 +143,8 @@ class RunConfig:
     budgets: tuple[float, ...] = ()
     """Budgets (streams per token) to train with, such as 1 1.5 2 4: each step draws one at random, so that the model
     works with all of them. Default: always the model's own, which validation always uses."""
+    forks_from: float = 0.0
+    """Fraction of the run after which tokens may fork: until then every step has budget 1, which takes less time."""
     data: DataConfig = field(default_factory=DataConfig)
     """Training and validation data."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -220,6 +222,14 @@ class RunConfig:
         )
         for budget in self.budgets:
             Budget.of(budget, name="--budgets").check_range(self.model.block_size, name="--budgets")
+        begin = self.forks_from
+        _require(0 <= begin <= 1, "forks_from", begin, "give a fraction of the run between 0 and 1, such as 0.75")
+        _require(
+            begin == 0 or bool(self.model.fork_layers),
+            "forks_from",
+            begin,
+            "a model without fork layers never forks; leave it 0",
+        )
 
     def _value(self, name: str) -> Any:
         group, _, field_name = name.rpartition(".")
@@ -236,15 +246,25 @@ class RunConfig:
 
     def budget_of(self, step: int) -> float | None:
         """The budget of step 0, 1, …, which depends only on it and on the seed; None: the model's own."""
+        if step < self.steps_before_forks:
+            return 1.0
         if not self.budgets:
             return None
         return random.Random(f"budget {self.seed} {step}").choice(self.budgets)
 
     @property
     def flops_per_row(self) -> float:
-        """Forward and backward of a row, as counted everywhere; with several budgets, their mean."""
+        """Forward and backward of a row, as counted everywhere; with several budgets, the mean over the run."""
         budgets = self.budgets or (self.model.budget,)
-        return fmean(cost(replace(self.model, budget=budget)).flops for budget in budgets)
+        forking = fmean(cost(replace(self.model, budget=budget)).flops for budget in budgets)
+        if not self.steps_before_forks:
+            return forking
+        share = self.steps_before_forks / self.steps
+        return share * cost(replace(self.model, budget=1)).flops + (1 - share) * forking
+
+    @property
+    def steps_before_forks(self) -> int:
+        return round(self.forks_from * self.steps)
 
     @property
     def folder(self) -> Path:
@@ -271,10 +291,15 @@ class RunConfig:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The fields, in words, in which two configs (as dictionaries) define different runs."""
+    """The fields, in words, in which two configs (as dictionaries) define different runs.
+
+    A field that `before` does not have yet, since it is newer than that run, had its default value.
+    """
     found = []
-    for name in (f.name for f in fields(RunConfig) if f.name not in MAY_CHANGE):
-        old, new = before.get(name), now.get(name)
+    for own in fields(RunConfig):
+        if (name := own.name) in MAY_CHANGE:
+            continue
+        old, new = before.get(name, None if own.default is MISSING else own.default), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
             found += [
                 f"{name}.{key} was {old.get(key)!r}, is {new.get(key)!r}"

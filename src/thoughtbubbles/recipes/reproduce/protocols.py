@@ -7,6 +7,7 @@ in pairs. Everything that a row changes is in this file.
     long         a small model, trained far past the steep stretch of its loss curve: four epochs
     long-sweep   the learning rates and weight decays that `long` was tuned on: one epoch
     short        a larger model that sees each token once
+    screen       ideas for better forks, a third of `long`'s tokens, one seed: what is ahead here gets three seeds
     scarce       20M tokens of text, many epochs, each row stopped at its best validation loss
     laptop       the first three rows at a size that takes minutes on a CPU: to try the command
 """
@@ -32,6 +33,8 @@ class Row:
     """Fields of the protocol's model that are different."""
     optim: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the protocol's optimizer settings that are different."""
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields of the run that are different."""
     seeds: tuple[int, ...] = (0,)
     length: float = 1.0
     """Training tokens, as a multiple of the protocol's."""
@@ -77,7 +80,7 @@ class Protocol:
         steps = max(1, int(row.length * (wanted if self.most is None else min(self.most, wanted))) // per_step)
         model = replace(self.model, vocab_size=-(-vocab_size // 128) * 128, **row.model)
         evaluate_every = max(1, steps // self.evaluations)
-        return RunConfig(
+        run = RunConfig(
             name=f"{protocol}/{name}-seed{seed}",
             model=model,
             tokens=steps * per_step,
@@ -90,6 +93,7 @@ class Protocol:
             log=LogConfig(every=GROUP),
             seed=seed,
         )
+        return replace(run, **row.run)
 
 
 def plain_model(**shape: Any) -> ModelConfig:
@@ -161,6 +165,70 @@ def long_sweep() -> Protocol:
     )
 
 
+def screen() -> Protocol:
+    """Where forks are visible, and who predicts; forks that every token has; gates; when forks begin.
+
+    The gate of plain models is `head-gate`; what has it too is compared with it.
+    """
+    seen = {"": "seen by all", "-reach64": "seen by 64 tokens", "-private": "private"}
+    reach: dict[str, int | None] = {"": None, "-reach64": 64, "-private": 0}
+    merges = {"": "residual", "-mixture": "mixture", "-forks": "forks"}
+    state = {"fork_reach": 0, "merge": "forks", "score_bias": 60}
+    plain, forked = TUNED["plain"], TUNED["r2"]
+    rows = {
+        PLAIN: Row(what="plain GPT", optim=plain),
+        "head-gate": Row(what="plain GPT, a sigmoid gate per head", model={"head_gate": True}, optim=plain),
+        "r1": Row(what=R1, model=forks(1), optim=forked),
+        **{
+            f"r2{far}{how}": Row(
+                what=f"r = 2, forks {seen[far]}, merge `{merges[how]}`",
+                model=forks(2, fork_reach=reach[far], merge=merges[how]),
+                optim=forked,
+            )
+            for far in seen
+            for how in merges
+        },
+        **{
+            f"state-{layer}": Row(
+                what=f"every token forked once before block {layer}, all scores 1, private; forks predict",
+                model=forks(2, layers=(layer,), **state),
+                optim=forked,
+            )
+            for layer in (0, 3, 6)
+        },
+        "state-3-gate": Row(
+            what="`state-3`, a sigmoid gate per head",
+            model=forks(2, layers=(3,), **state, head_gate=True),
+            optim=forked,
+        ),
+        "r2-private-gate": Row(
+            what="r = 2, private forks, a sigmoid gate per head",
+            model=forks(2, fork_reach=0, head_gate=True),
+            optim=forked,
+        ),
+        "r2-full-writes": Row(
+            what="r = 2, residual updates not attenuated", model=forks(2, gate_residual=False), optim=forked
+        ),
+        "r2-late": Row(
+            what="r = 2 in the last quarter, r = 1 before", model=forks(2), optim=forked, run={"forks_from": 0.75}
+        ),
+        "r2-elastic": Row(
+            what="r drawn from 1, 1.5, 2, 3 and 4, measured at 2",
+            model=forks(2),
+            optim=forked,
+            run={"budgets": (1.0, 1.5, 2.0, 3.0, 4.0)},
+        ),
+    }
+    return Protocol(
+        what="ideas for better forks: the model of `long` on a third of its tokens",
+        model=LONG,
+        optim=LONG_OPTIM,
+        rows=rows,
+        epochs=4 / 3,
+        ar_windows=0,
+    )
+
+
 def short() -> Protocol:
     rows = {
         PLAIN: Row(what="plain GPT", seeds=THREE),
@@ -221,7 +289,14 @@ def laptop() -> Protocol:
     )
 
 
-PROTOCOLS = {"long": long, "long-sweep": long_sweep, "short": short, "scarce": scarce, "laptop": laptop}
+PROTOCOLS = {
+    "long": long,
+    "long-sweep": long_sweep,
+    "screen": screen,
+    "short": short,
+    "scarce": scarce,
+    "laptop": laptop,
+}
 
 
 def protocol(name: str) -> Protocol:

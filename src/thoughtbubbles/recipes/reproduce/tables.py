@@ -82,6 +82,29 @@ def protocol_line(results: Results, row: str) -> list[str]:
     ]
 
 
+def screen_table(results: Results) -> str:
+    """Every row against plain models with and without the usual gate; the best loss is bold."""
+    losses = {row: results.mean(row, nats) for row in results.rows}
+    best = min(losses, key=losses.__getitem__) if losses else None
+    lines = []
+    for row in results.protocol.rows:
+        if row not in losses:
+            lines.append([f"`{row}`", results.what(row), "not run", *["–"] * 3])
+            continue
+        rivals = (None if row == rival else difference(results, row, rival) for rival in (PLAIN, "head-gate"))
+        lines.append(
+            [
+                f"`{row}`",
+                results.what(row),
+                f"{results.cost(row, gpu_seconds):,.0f}",
+                f"**{losses[row]:.4f}**" if row == best else f"{losses[row]:.4f}",
+                *("–" if against is None else against.cell for against in rivals),
+            ]
+        )
+    headings = ("row", "model", f"{unit(results)} seconds", "nats per token", "against `plain`", "against `head-gate`")
+    return "\n\n".join([markdown(headings, lines), *([measured_on(results)] if results.rows else [])])
+
+
 def sweep_table(results: Results) -> str:
     """Weight decay × learning rate, one table per model; the best of each is bold."""
     rows = results.protocol.rows
