@@ -30,6 +30,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "thoughtbubbles"
         {"fork_layers": (), "merge": "original"},
         {"score_bias": 1.5, "budget": 1.5},
         {"head_gate": True},
+        {"fork_reach": 0, "merge": "forks"},
     ],
 )
 def test_a_model_comes_back_as_it_was(tmp_path, changes):
@@ -64,6 +65,7 @@ def test_a_config_from_before_a_field_takes_its_default(tmp_path):
     path = tmp_path / "model" / "config.json"
     described = json.loads(path.read_text())
     assert described.pop("head_gate") is False
+    assert described.pop("fork_reach") is None
     path.write_text(json.dumps(described))
     opened, ids = thoughtbubbles.load(tmp_path / "model"), random_ids(model.config, 2, 9)
     assert opened.config == model.config
@@ -147,6 +149,9 @@ def change_config(folder: Path, **changes: object) -> None:
         ({"gate_v": 1}, "gate_v = 1: give True or False"),
         ({"head_gate": True}, r"blocks\.0\.attention\.gate\.bias is missing"),
         ({"budget": True}, "budget = True"),
+        ({"fork_reach": -1}, "fork_reach = -1: give a whole number of tokens from 0 to 16,777,216, or None"),
+        ({"fork_reach": 1.5}, "fork_reach = 1.5"),
+        ({"fork_reach": True}, "fork_reach = True"),
         ({"fork_layers": [True]}, "fork_layers"),
         ({"fork_layers": 3}, "fork_layers = 3"),
     ],

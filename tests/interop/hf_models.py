@@ -19,11 +19,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "gated": {**PLAIN, "head_gate": True},
     "causal": {},
     "causal-residual": {"merge": "residual", "budget": 1.5},
+    "private": {"fork_reach": 0, "merge": "forks"},
     "block": {"selection": "block"},
     "block-residual": {"selection": "block", "merge": "residual"},
     "block-fixed": {"selection": "block", "budget_mode": "fixed", "merge": "original"},
 }
-CACHED = ("plain", "copy-3", "gated", "causal", "causal-residual")
+CACHED = ("plain", "copy-3", "gated", "causal", "causal-residual", "private")
 
 
 def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:

@@ -19,13 +19,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "nano-paper": {"merge": "residual"},
     "nano-copy-3": {},
     "nano-plain": {"head_gate": True},
+    "nano-private": {"fork_reach": 0, "merge": "forks"},
 }
 
 
 def make(name: str, **changes: Any) -> tuple[Thoughtbubbles, torch.Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Thoughtbubbles(named(name, **changes))
+    model = Thoughtbubbles(named(name.removesuffix("-private"), **changes))
     return model, torch.randint(model.config.vocab_size, (2, 32))
 
 

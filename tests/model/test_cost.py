@@ -5,7 +5,8 @@ import torch
 
 from helpers import named, random_ids, small_config
 from thoughtbubbles.model.config import ModelConfig
-from thoughtbubbles.model.cost import activation_bytes, cost, streams_by_layer, training_state_bytes
+from thoughtbubbles.model.cost import activation_bytes, cost, streams_by_layer, training_state_bytes, visible_pairs
+from thoughtbubbles.model.layout import Reach
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 
@@ -28,6 +29,27 @@ def test_a_mixture_decodes_every_stream():
     assert (mixture.decoded, residual.decoded) == (1024, 512)
     assert mixture.flops - residual.flops == 6 * 768 * 50304 * 512
     assert mixture.forward_per_token + mixture.backward_per_token == pytest.approx(mixture.flops / 512)
+
+
+@pytest.mark.parametrize("reach", [0, 1, 5, 11, 40])
+def test_pairs_with_a_reach_are_those_that_are_visible(reach):
+    """Every token forks once, so that forks are spread evenly: counted on the matrix, up to half of its diagonal."""
+    tokens = 12
+    token = torch.arange(tokens).repeat_interleave(2)[None]
+    visible = Reach(token, 2 * torch.arange(1, tokens + 1)[None], reach).visible().sum()
+    config = small_config(fork_layers=(0,), fork_reach=reach)
+    # A stream sees itself, not half of itself; a fork does not see its own original, but the formula halves pairs.
+    assert abs(int(visible) - visible_pairs(config, 2 * tokens, tokens)) <= 2 * tokens
+
+
+def test_a_reach_costs_less():
+    plain, private, near, all_see = (
+        cost(named("150m", merge="residual", **form)).flops
+        for form in ({"fork_layers": ()}, {"fork_reach": 0}, {"fork_reach": 64}, {})
+    )
+    assert plain < private < near < all_see
+    assert cost(named("150m", merge="residual", fork_reach=511)).flops == all_see
+    assert all_see - private == pytest.approx(13 * 6 * 768 * 1024 * 512 * 511 / 513)
 
 
 @pytest.mark.parametrize("form", [{"fork_layers": (), "merge": "original"}, {"budget": 1.5}])

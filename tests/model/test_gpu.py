@@ -167,6 +167,19 @@ def test_our_add_and_norm_in_bfloat16(rows, channels, form):
     assert all(error < SAME_FUNCTION_FLOAT32 for error in errors.values()), errors
 
 
+@pytest.mark.parametrize("near", [0, 7, 64])
+@pytest.mark.parametrize(("streams", "unused", "head"), [(333, 20, 64), (1024, 0, 64), (512, 5, 128)])
+def test_attention_to_near_forks(streams, unused, head, near):
+    heads = random_heads(streams, head, near=near, n_unused=unused)
+    first, second = heads.through_kernels(), heads.through_kernels()
+    used = heads.reach.token < heads.reach.up_to.shape[1]
+    for name in first:
+        rows = slice(None) if name == "bias" else used
+        assert torch.equal(first[name][rows], second[name][rows]), name
+    for name, error in heads.errors(first).items():
+        assert error < (BFLOAT16 if name == "out" else BFLOAT16_GRADIENT), (name, error)
+
+
 @pytest.mark.parametrize("head_gate", [False, True])
 @pytest.mark.parametrize("with_copies", [True, False])
 @pytest.mark.parametrize(("streams", "head"), [(333, 64), (512, 128)])

@@ -20,6 +20,7 @@ from thoughtbubbles.recipes.reproduce.tables import (
     forks_table,
     protocol_table,
     provenance_table,
+    screen_table,
     sources_table,
     sweep_table,
     zero_shot_table,
@@ -285,6 +286,17 @@ def test_decoding_times_and_cache(tmp_path):
     found = {figure.name: figure for figure in figures(evidence)["pays"]}
     assert found["long-cache"].series["r2"].x == [200]
     assert found["long-decode-32"].series["wider"].x == [1.1]
+
+
+def test_ideas_are_compared_with_both_plain_models(tmp_path):
+    for row, nats in (("plain", 3.4), ("head-gate", 3.38), ("r2-private", 3.37)):
+        write(tmp_path, made_up("screen", row, 0, nats, autoregressive=None))
+    table = screen_table(read_evidence(tmp_path).results["screen"])
+    assert line_of(table, "plain")[3:5] == ["3.4000", "–"]
+    assert line_of(table, "r2-private")[3] == "**3.3700**"
+    assert line_of(table, "r2-private")[4].startswith("−0.0300")
+    assert line_of(table, "r2-private")[5].startswith("−0.0100")
+    assert line_of(table, "state-3")[2:] == ["not run", "–", "–", "–"]
 
 
 def test_sweep_sources_forks_and_benchmarks(tmp_path):
