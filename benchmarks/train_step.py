@@ -24,6 +24,8 @@ from thoughtbubbles.train.config import ComputeConfig
 BARS = [
     ("time, mixture / residual merge", "150m-r2-causal-mixture", "150m-r2-causal-residual", "milliseconds"),
     ("time, causal / block selection", "150m-r2-causal-residual", "150m-r2-block-residual", "milliseconds"),
+    ("time, private forks / forks seen by all", "150m-r2-private-residual", "150m-r2-causal-residual", "milliseconds"),
+    ("time, private forks / forks seen by all", "1.9b-r2-private-residual", "1.9b-r2-causal-residual", "milliseconds"),
     *(
         ("TFLOP/s, bubbles / plain", f"{size}-{form}", f"{size}-plain", "tflops")
         for size, form in (

@@ -42,6 +42,7 @@ class Settings:
     gate_v: bool = True
     gate_residual: bool = True
     score_scale: str = "head"  # or "one"
+    relative_scores: bool = False
     head_gate: bool = False
 
 
@@ -214,6 +215,16 @@ def fork_layer(
     return [candidates[c] for c in kept], record
 
 
+def attenuation(streams: list[Stream], settings: Settings) -> list[Tensor]:
+    """log P of every stream: its log score, or with relative_scores that minus the largest of its bubble."""
+    if not settings.relative_scores:
+        return [stream.log_score for stream in streams]
+    return [
+        stream.log_score - torch.stack([other.log_score for other in streams if other.token == stream.token]).max()
+        for stream in streams
+    ]
+
+
 def attend(
     query: Tensor, keys: list[Tensor], values: list[Tensor], log_scores: list[Tensor], settings: Settings
 ) -> Tensor:
@@ -248,7 +259,7 @@ def attention_layer(weights: Weights, settings: Settings, name: str, streams: li
     """
     width, size = settings.width, settings.width // settings.n_head
     place = positions(streams)
-    log_scores = [stream.log_score for stream in streams]
+    log_scores = attenuation(streams, settings)
     normed = [layer_norm(weights, f"{name}.attention_norm", stream.x) for stream in streams]
     qkv = [linear(weights, f"{name}.attention.qkv", x) for x in normed]
     heads: list[list[Tensor]] = [[] for _ in streams]
@@ -280,11 +291,12 @@ def mlp(weights: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def block(weights: Weights, settings: Settings, layer: int, streams: list[Stream]) -> list[Stream]:
-    """x <- x + P attention(x), then x <- x + P MLP(x), with P the stream's score."""
+    """x <- x + P attention(x), then x <- x + P MLP(x), with P the stream's score, or its relative score."""
     name = f"blocks.{layer}"
     after = []
-    for stream, update in zip(streams, attention_layer(weights, settings, name, streams), strict=True):
-        gate = stream.log_score.exp() if settings.gate_residual else 1.0
+    updates = attention_layer(weights, settings, name, streams)
+    for stream, update, log_p in zip(streams, updates, attenuation(streams, settings), strict=True):
+        gate = log_p.exp() if settings.gate_residual else 1.0
         x = stream.x + gate * update
         x = x + gate * mlp(weights, name, x)
         after.append(Stream(x, stream.log_score, stream.token))

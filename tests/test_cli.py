@@ -88,6 +88,7 @@ def test_inspect(show):
     ):
         assert expected in shown
     assert "block, r = 2" in show("inspect", "nano-paper")
+    assert "causal, r = 2, reach 0" in show("inspect", "nano", "--reach", "0")
     assert "r = " not in show("inspect", "nano-plain")
 
 
@@ -111,6 +112,7 @@ def test_inspect_shows_the_bytes_of_the_kv_cache(show):
         (["inspect", "nano", "--budgets", "0.5"], "budget = 0.5 is below 1"),
         (["inspect", "nano", "--tokens", "99"], "--tokens 99: a row of nano has from 1 to 32 tokens"),
         (["inspect", "nano", "--rows", "0"], "--rows 0"),
+        (["inspect", "nano", "--reach", "-1"], "fork_reach = -1: give a whole number"),
         (["inspect", "nano", "--rows", str(10**21)], "--rows 1000000000000000000000: a batch has from 1 to 1,000,000"),
         (["inspect", "nano", "--copies", str(10**21)], "copies = 1000000000000000000000"),
         (["inspect", "nano", "--budgets", "1e99"], "budget = 1e+99 is not a number"),

@@ -39,7 +39,7 @@ def agreement(ready, reference, batch, row=1):
 
 
 def test_the_numbers_belong_together():
-    names = ["nano-plain-double", "nano-r4-causal-mixture", "nano-r2-block-residual"]
+    names = ["nano-plain-double", "nano-r4-causal-mixture", "nano-r2-block-residual", "nano-r2-private-residual"]
     cases, reported = find_cases(names, rows=3), []
     product = product_tflops(CPU)
     found = run_cases(cases, CPU, product=product, repeats=3, report=reported.append)

@@ -1,7 +1,8 @@
 """The cases of the speed benchmark, by name, and a batch for each.
 
-A case is a size and a form: `150m-plain`, `150m-copy-3`, `150m-r4-causal-mixture`, or `1.9b-plain-double`, whose rows
-are twice as long: plain GPT on as many streams as r = 2, which isolates the cost of forking itself.
+A case is a size and a form: `150m-plain`, `150m-copy-3`, `150m-r4-causal-mixture`, `150m-r2-private-residual` (only its
+own bubble sees a fork), or `1.9b-plain-double`, whose rows are twice as long: plain GPT on as many streams as
+r = 2, which isolates the cost of forking itself.
 """
 
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ def forms(size: str, *, tokens: int | None = None) -> dict[str, ModelConfig]:
             for merge in ("residual", "mixture"):
                 name = f"r{budget}-{selection}-{merge}"
                 found[name] = replace(bubbles, budget=budget, selection=selection, merge=merge)
+    found["r2-private-residual"] = replace(bubbles, budget=2, merge="residual", fork_reach=0)
     return found
 
 

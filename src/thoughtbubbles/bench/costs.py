@@ -25,6 +25,7 @@ def inspect_model(
     rows: int,
     copies: Sequence[int] | None,
     budgets: Sequence[int | float] | None,
+    reach: int | None = None,
 ) -> None:
     """Of a size by name, or of a model in a folder."""
     base, is_size = find_config(model)
@@ -32,19 +33,23 @@ def inspect_model(
         raise ValueError(f"--tokens {brief(tokens)}: a row of {model} has from 1 to {base.block_size} tokens")
     if not 1 <= rows <= MOST_ROWS:
         raise ValueError(f"--rows {brief(rows)}: a batch has from 1 to {MOST_ROWS:,} rows")
-    plain = replace(base, fork_layers=(), merge="original", copies=1, authors_compat=False, score_bias=None)
+    plain = replace(
+        base, fork_layers=(), merge="original", copies=1, authors_compat=False, score_bias=None, fork_reach=None
+    )
     if copies is None:
         copies = (3, 5) if is_size else (base.copies,) * (base.copies > 1)
     if budgets is None:
         budgets = (2.0, 4.0) if is_size else (base.budget,)
     variants = {"plain": plain} | {f"copy-{brief(n)}": replace(plain, copies=n) for n in copies}
     if base.fork_layers:
-        variants |= {_label(base, r): replace(base, budget=r) for r in budgets}
+        of_reach = [base] if reach is None else [base, replace(base, fork_reach=reach)]
+        variants |= {_label(each, r): replace(each, budget=r) for r in budgets for each in of_reach}
     show_costs(model, variants, tokens=tokens or base.block_size, rows=rows)
 
 
 def _label(base: ModelConfig, budget: int | float) -> str:
-    return f"{base.selection}, r = {budget:g}{' (no limit)' * base.is_unlimited(budget)}"
+    reach = "" if base.fork_reach is None else f", reach {base.fork_reach}"
+    return f"{base.selection}, r = {budget:g}{' (no limit)' * base.is_unlimited(budget)}{reach}"
 
 
 def find_config(model: str) -> tuple[ModelConfig, bool]:

@@ -56,6 +56,7 @@ def inspect(
     rows: int = 1,
     copies: tuple[int, ...] | None = None,
     budgets: tuple[float, ...] | None = None,
+    reach: int | None = None,
 ) -> None:
     """Show what a model costs: parameters, FLOPs, streams at each layer and memory, against plain GPT and copy-N.
 
@@ -66,9 +67,10 @@ def inspect(
         rows: Rows per batch, for the memory that the backward needs.
         copies: The copy-N baselines to show; by default 3 and 5 for a size.
         budgets: The budgets (streams per token) to show; by default 2 and 4 for a size, the model's own for a folder.
+        reach: Also show each budget with forks that only so many later tokens can see (`fork_reach`); 0: private ones.
     """
     from thoughtbubbles.bench.costs import inspect_model
 
     if model is None:
         or_shipped(None, option="MODEL")
-    inspect_model(model or SHIPPED, tokens=tokens, rows=rows, copies=copies, budgets=budgets)
+    inspect_model(model or SHIPPED, tokens=tokens, rows=rows, copies=copies, budgets=budgets, reach=reach)

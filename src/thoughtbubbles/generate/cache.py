@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
     key: Float[Tensor, "L B N S H"]  # rotated
     value: Float[Tensor, "L B N S H"]  # attenuated
-    log_score: Float[Tensor, "B S"]
+    log_score: Float[Tensor, "B S"]  # as it attenuates: `attenuating` in model/layout.py
     token: Int[Tensor, "B S"]
     used: Int[Tensor, "B"]  # streams so far; in a span after a fork layer this is A_{t−1}
     level: Int[Tensor, "B C"] | None  # of every candidate of the span's fork layer; None if it has none

@@ -31,7 +31,7 @@ from thoughtbubbles.model import head
 from thoughtbubbles.model.attention import AttentionPath, gated
 from thoughtbubbles.model.block import Residual
 from thoughtbubbles.model.config import ModelConfig
-from thoughtbubbles.model.layout import Layout, attenuation, layout_at
+from thoughtbubbles.model.layout import Layout, attenuating, attenuation, layout_at
 from thoughtbubbles.model.selection import STRIDE, UNUSED, candidate_keys, select_causal
 from thoughtbubbles.model.streams import (
     Streams,
@@ -149,11 +149,12 @@ def read(
             n = int((streams.token < n_tokens).sum())
             streams = Streams(streams.x[:, :n], streams.log_score[:, :n], streams.token[:, :n])
         row, place, counts = by_row(streams.token[0], batch)
-        new = New(row, place, number[streams.token[0]], ~is_original(streams.token, n_tokens)[0], streams.log_score[0])
+        log_p = attenuating(streams, config, n_tokens=n_tokens)
+        new = New(row, place, number[streams.token[0]], ~is_original(streams.token, n_tokens)[0], log_p[0])
         position = positions(
             number[streams.token], find_bubbles(streams.token, n_tokens), streams.log_score.dtype
         )  # in the row itself
-        layout = layout_at(position, None if span.level is None else streams.log_score, config)
+        layout = layout_at(position, None if span.level is None else log_p, config)
         blocks = model.blocks[start : start + len(span.key)]
         if span.kept is not None:
             path = attention_to_near(config, cache, span, batch, used, counts, new)

@@ -22,7 +22,7 @@ from thoughtbubbles.model import head
 from thoughtbubbles.model.attention import AttentionPath, gated
 from thoughtbubbles.model.block import Residual
 from thoughtbubbles.model.config import ModelConfig
-from thoughtbubbles.model.layout import Layout, attenuation, layout_at
+from thoughtbubbles.model.layout import Layout, attenuating, attenuation, layout_at
 from thoughtbubbles.model.selection import NextToken
 from thoughtbubbles.model.streams import (
     Streams,
@@ -74,12 +74,13 @@ def enter(
         streams, record = fork(streams, n_earlier, n_tokens=1, rule=rule)
         _append(span.level, n_earlier, added, record.level)  # of dropped candidates too
     added = (streams.token == 0).sum(1) * active
-    _append(span.log_score, span.used, added, streams.log_score)
+    log_p = attenuating(streams, config, n_tokens=1)
+    _append(span.log_score, span.used, added, log_p)
     _append(span.token, span.used, added, n_tokens[:, None].expand_as(streams.token))
     own = torch.arange(streams.token.shape[1], device=active.device)
     position = positions(streams.token, find_bubbles(streams.token, 1), streams.log_score.dtype) + n_tokens[:, None]
     view = View(
-        layout=layout_at(position, None if fork is None else streams.log_score, config),
+        layout=layout_at(position, None if fork is None else log_p, config),
         place=torch.where(own < added[:, None], span.used[:, None] + own, span.token.shape[1] - 1),
         used=span.used,
         added=added,

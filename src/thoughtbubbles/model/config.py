@@ -77,6 +77,9 @@ class ModelConfig:
     """Multiply what a block adds to a stream by the stream's score."""
     score_scale: ScoreScale = "head"
     """head: the log score is divided by sqrt(head size), like q·k. one: it is added without scaling."""
+    relative_scores: bool = False
+    """Attenuate by scores relative to the best stream of the bubble, which counts as 1: a token is never attenuated as a
+    whole. Selection and merges do not change."""
     score_bias: int | float | None = None
     """Initial value of the bias of the score heads. None: no bias."""
     head_gate: bool = False
@@ -108,7 +111,7 @@ class ModelConfig:
             value = getattr(self, name)  # an array would be compared elementwise
             _require(isinstance(value, str) and value in get_args(kind), name, value, f"choose one of {get_args(kind)}")
         self._check_forks()
-        for name in ("gate_qk", "gate_v", "gate_residual", "head_gate", "authors_compat"):
+        for name in ("gate_qk", "gate_v", "gate_residual", "relative_scores", "head_gate", "authors_compat"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "give True or False")
         _require(is_number(self.budget), "budget", self.budget, "give one number, e.g. 2 or 1.5")
         Budget.of(self.budget, name="ModelConfig.budget").check_range(self.block_size, name="ModelConfig.budget")
@@ -175,6 +178,7 @@ class ModelConfig:
             ("gate_residual", True),
             ("score_scale", "head"),
             ("score_bias", None),
+            ("relative_scores", False),
             ("head_gate", False),
         ):
             found = getattr(self, name)

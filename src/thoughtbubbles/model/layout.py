@@ -7,13 +7,23 @@ and c = 1/√H. The paper adds c · log P_key to the attention logits and multip
 import math
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.fork import FLOOR
 from thoughtbubbles.model.rope import Rotary, rotary
-from thoughtbubbles.model.streams import Streams, find_bubbles, is_original, positions, slots, streams_up_to
+from thoughtbubbles.model.streams import (
+    Streams,
+    bubble_scan,
+    find_bubbles,
+    is_original,
+    positions,
+    slots,
+    streams_up_to,
+    take,
+)
 
 
 class Reach(NamedTuple):
@@ -53,7 +63,7 @@ class Layout(NamedTuple):
 def find_layout(streams: Streams, config: ModelConfig, *, n_tokens: int, has_forked: bool = True) -> Layout:
     """`has_forked` is False before the first fork layer, where every score is 1."""
     position = positions(streams.token, find_bubbles(streams.token, n_tokens), streams.log_score.dtype)
-    layout = layout_at(position, streams.log_score if has_forked else None, config)
+    layout = layout_at(position, attenuating(streams, config, n_tokens=n_tokens) if has_forked else None, config)
     if not has_forked or config.fork_reach is None:
         return layout
     return layout._replace(reach=Reach(streams.token, streams_up_to(streams.token, n_tokens), config.fork_reach))
@@ -62,6 +72,15 @@ def find_layout(streams: Streams, config: ModelConfig, *, n_tokens: int, has_for
 def layout_at(position: Float[Tensor, "B S"], log_score: Float[Tensor, "B S"] | None, config: ModelConfig) -> Layout:
     tables = rotary(position + config.form.first_position, config.head_size)
     return Layout(tables) if log_score is None else Layout(tables, *attenuation(log_score, config))
+
+
+def attenuating(streams: Streams, config: ModelConfig, *, n_tokens: int) -> Float[Tensor, "B S"]:
+    """log P: the log score, or with `relative_scores` that minus the largest of the bubble."""
+    if not config.relative_scores:
+        return streams.log_score
+    start, end = find_bubbles(streams.token, n_tokens)
+    most = min(config.max_bubble, streams.token.shape[1])
+    return streams.log_score - take(bubble_scan(streams.log_score, start, torch.maximum, max_bubble=most), end)
 
 
 def attenuation(

@@ -206,6 +206,19 @@ def screen() -> Protocol:
             model=forks(2, fork_reach=0, head_gate=True),
             optim=forked,
         ),
+        "r2-relative": Row(
+            what="r = 2, scores relative to the best of the bubble", model=forks(2, relative_scores=True), optim=forked
+        ),
+        "r2-relative-gate": Row(
+            what="r = 2, relative scores, a sigmoid gate per head",
+            model=forks(2, relative_scores=True, head_gate=True),
+            optim=forked,
+        ),
+        "r2-private-relative-gate": Row(
+            what="r = 2, private forks, relative scores, a sigmoid gate per head",
+            model=forks(2, fork_reach=0, relative_scores=True, head_gate=True),
+            optim=forked,
+        ),
         "r2-full-writes": Row(
             what="r = 2, residual updates not attenuated", model=forks(2, gate_residual=False), optim=forked
         ),
