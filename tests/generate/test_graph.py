@@ -57,9 +57,18 @@ def test_a_model_without_fork_layers_has_as_many_streams_as_copies():
     assert mean_streams(small_config(fork_layers=(1, 2)), Budget.of(9)) == 4
 
 
-@pytest.mark.parametrize("forks", [(1, 2, 3), (0, 2), ()])
-def test_steps_of_fixed_width_are_the_same_steps(forks):
-    config = small_config(fork_layers=forks)
+@pytest.mark.parametrize(
+    ("forks", "form"),
+    [
+        ((1, 2, 3), {}),
+        ((0, 2), {}),
+        ((), {}),
+        ((1, 2, 3), {"relative_scores": True}),
+        ((1, 2, 3), {"merge": "forks"}),
+    ],
+)
+def test_steps_of_fixed_width_are_the_same_steps(forks, form):
+    config = small_config(fork_layers=forks, **form)
     model, ids = lively_model(config), random_ids(config, 3, 16)
     lengths, budget = [2, 6, 1], [1, 1.5, 4] if forks else None
     free, fixed = (prefill(model, ids[:, :6], lengths=lengths, budget=budget)[1] for _ in range(2))

@@ -78,8 +78,8 @@ class ModelConfig:
     score_scale: ScoreScale = "head"
     """head: the log score is divided by sqrt(head size), like q·k. one: it is added without scaling."""
     relative_scores: bool = False
-    """Attenuate by scores relative to the best stream of the bubble, which counts as 1: a token is never attenuated as a
-    whole. Selection and merges do not change."""
+    """Attenuate by scores relative to the best stream of the bubble, which counts as 1: a token as a whole is never
+    attenuated. Selection and merges do not change."""
     score_bias: int | float | None = None
     """Initial value of the bias of the score heads. None: no bias."""
     head_gate: bool = False
