@@ -42,6 +42,7 @@ class Settings:
     gate_v: bool = True
     gate_residual: bool = True
     score_scale: str = "head"  # or "one"
+    own_scores: bool = False
     relative_scores: bool = False
     head_gate: bool = False
 
@@ -188,8 +189,9 @@ def fork_layer(
         fork, keep = own_scores(weights, name, stream.x)
         own.append((fork.item(), keep.item()))
         is_original = i + 1 == len(streams) or streams[i + 1].token != stream.token
-        candidates.append(Stream(stream.x + weights[f"{name}.embedding"], stream.log_score + fork, stream.token))
-        candidates.append(Stream(stream.x, stream.log_score + keep, stream.token))
+        before = torch.zeros_like(keep) if settings.own_scores else stream.log_score
+        candidates.append(Stream(stream.x + weights[f"{name}.embedding"], before + fork, stream.token))
+        candidates.append(Stream(stream.x, before + keep, stream.token))
         forced += [False, is_original]
 
     log_score = [candidate.log_score.item() for candidate in candidates]

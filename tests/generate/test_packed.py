@@ -26,6 +26,7 @@ CASES = {
     "no attenuation": {"gate_qk": False, "gate_v": False},
     "head gate": {"head_gate": True},
     "relative scores": {"relative_scores": True},
+    "own scores": {"own_scores": True},
     "private forks": {"fork_reach": 0, "merge": "forks"},
     "near forks": {"fork_reach": 2},
     "forks seen for long": {"fork_reach": 11, "merge": "residual"},

@@ -141,6 +141,12 @@ def test_relative_scores(merge, form):
     compare(small_config(merge=merge, relative_scores=True, **form), [6, 4])
 
 
+@pytest.mark.parametrize("form", [{}, {"fork_reach": 0, "relative_scores": True}, {"selection": "block"}])
+@pytest.mark.parametrize("merge", MERGES)
+def test_own_scores(merge, form):
+    compare(small_config(merge=merge, own_scores=True, **form), [6, 4])
+
+
 @pytest.mark.parametrize("merge", MERGES)
 def test_scores_at_their_floor(merge):
     """Score heads so steep that many scores are 1 and many are at the floor of exp(−20), where gradients stop."""

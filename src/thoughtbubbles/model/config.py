@@ -77,6 +77,8 @@ class ModelConfig:
     """Multiply what a block adds to a stream by the stream's score."""
     score_scale: ScoreScale = "head"
     """head: the log score is divided by sqrt(head size), like q·k. one: it is added without scaling."""
+    own_scores: bool = False
+    """A stream's score is what the last fork layer gave it, not the product along its line of descent."""
     relative_scores: bool = False
     """Attenuate by scores relative to the best stream of the bubble, which counts as 1: a token as a whole is never
     attenuated. Selection and merges do not change."""
@@ -111,7 +113,15 @@ class ModelConfig:
             value = getattr(self, name)  # an array would be compared elementwise
             _require(isinstance(value, str) and value in get_args(kind), name, value, f"choose one of {get_args(kind)}")
         self._check_forks()
-        for name in ("gate_qk", "gate_v", "gate_residual", "relative_scores", "head_gate", "authors_compat"):
+        for name in (
+            "gate_qk",
+            "gate_v",
+            "gate_residual",
+            "own_scores",
+            "relative_scores",
+            "head_gate",
+            "authors_compat",
+        ):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "give True or False")
         _require(is_number(self.budget), "budget", self.budget, "give one number, e.g. 2 or 1.5")
         Budget.of(self.budget, name="ModelConfig.budget").check_range(self.block_size, name="ModelConfig.budget")
@@ -178,6 +188,7 @@ class ModelConfig:
             ("gate_residual", True),
             ("score_scale", "head"),
             ("score_bias", None),
+            ("own_scores", False),
             ("relative_scores", False),
             ("head_gate", False),
         ):

@@ -2,7 +2,9 @@
 
 Each stream i gets two scores, σ(f(x_i)) = [fork_i, keep_i], which multiply the score it arrives with. In log space,
 
-    log score of a candidate = log score of its parent + max(logsigmoid(z), −20),    z = W · LayerNorm(x) + b.
+    log score of a candidate = log score of its parent + max(logsigmoid(z), −20),    z = W · LayerNorm(x) + b;
+
+with `own_scores` the parent's is left out.
 
 Candidates are ordered [fork_0, keep_0, fork_1, keep_1, …] and survivors keep this order, so a fork is directly left of
 its parent. A surviving fork starts as its parent's x plus a learned embedding. Selection has no gradient: scores are
@@ -28,7 +30,7 @@ class ForkRecord(NamedTuple):
     """What one fork layer did (`trace=True`): S streams → C = 2S candidates → n slots."""
 
     own_log_score: Float[Tensor, "B S 2"]  # [fork, keep], before the parent's score is added
-    log_score: Float[Tensor, "B C"]  # cumulative, of every candidate
+    log_score: Float[Tensor, "B C"]  # of every candidate: cumulative, except with `own_scores`
     level: Int[Tensor, "B C"]  # the rounded log score used for ranking; originals rank above all others
     selected: Bool[Tensor, "B C"]
     parent: Int[Tensor, "B n"]  # the stream that a survivor continues or is forked from; −1 in unused slots
@@ -55,9 +57,11 @@ class ScoreHead(nn.Module):
 
 
 class ForkLayer(nn.Module):
-    def __init__(self, width: int, *, score_bias: int | float | None, levels: int = OURS.levels):
+    def __init__(
+        self, width: int, *, score_bias: int | float | None, levels: int = OURS.levels, own_scores: bool = False
+    ):
         super().__init__()
-        self.levels = levels
+        self.levels, self.own_scores = levels, own_scores
         self.norm = nn.LayerNorm(width)
         self.score = ScoreHead(width, bias=score_bias)
         self.embedding = nn.Parameter(torch.empty(width))
@@ -70,7 +74,7 @@ class ForkLayer(nn.Module):
         self, streams: Streams, lengths: Int[Tensor, "B"], *, n_tokens: int, rule: AnyRule
     ) -> tuple[Streams, ForkRecord]:
         own = self.log_scores(streams.x)
-        log_score = (streams.log_score[..., None] + own).flatten(1)
+        log_score = (own if self.own_scores else streams.log_score[..., None] + own).flatten(1)
         token = streams.token.repeat_interleave(2, dim=1)
         original = is_original(streams.token, n_tokens)
         forced = torch.stack([torch.zeros_like(original), original], dim=-1).flatten(1)

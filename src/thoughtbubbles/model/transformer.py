@@ -57,7 +57,12 @@ class Thoughtbubbles(nn.Module):
             )
             self.forks = nn.ModuleDict(
                 {
-                    str(layer): ForkLayer(config.width, score_bias=config.score_bias, levels=config.form.levels)
+                    str(layer): ForkLayer(
+                        config.width,
+                        score_bias=config.score_bias,
+                        levels=config.form.levels,
+                        own_scores=config.own_scores,
+                    )
                     for layer in config.fork_layers
                 }
             )

@@ -206,6 +206,9 @@ def screen() -> Protocol:
             model=forks(2, fork_reach=0, head_gate=True),
             optim=forked,
         ),
+        "r2-own": Row(
+            what="r = 2, scores of the last fork layer alone, no product", model=forks(2, own_scores=True), optim=forked
+        ),
         "r2-relative": Row(
             what="r = 2, scores relative to the best of the bubble", model=forks(2, relative_scores=True), optim=forked
         ),
