@@ -92,6 +92,15 @@ def test_uniform_attention_is_divided_by_the_number_of_streams(found):
     assert after["fork"]["per_key"][1] is None, "b' has no sibling"
 
 
+def test_forks_out_of_reach_are_no_keys(found):
+    """b' is seen by b, and with a reach of 1 by c, not by d."""
+    for reach, keys in ((0, None), (1, 1), (2, 2)):
+        near = replace(found, settings={**found.settings, "fork_reach": reach})
+        per_key = attention.numbers([near])["blocks"][1]["original"]["per_key"]
+        assert per_key[1] == pytest.approx(1 / 3)
+        assert per_key[3] == (None if keys is None else pytest.approx((1 / 4 + 1 / 5) / keys))
+
+
 def test_attention_that_goes_to_one_place(found):
     """Block 1: every stream from b on looks only at the fork of b."""
     weights = torch.eye(5)[None].clone()

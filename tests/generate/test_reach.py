@@ -7,6 +7,7 @@ from helpers import SAME_ROW, lively_model, random_ids, small_config
 from thoughtbubbles.generate.cache import cache_memory
 from thoughtbubbles.generate.decode import decode_step, prefill
 from thoughtbubbles.generate.engine import Engine, check_compiled
+from thoughtbubbles.generate.graph import GraphStep
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.model.budget import Budget
@@ -82,12 +83,56 @@ def test_a_cropped_cache_continues_from_there(keep):
     assert torch.equal(cropped.streams(keep), whole.forks[-1].bubble_size[:, :keep])
 
 
+@pytest.mark.parametrize(
+    ("reach", "tokens", "budgets"), [(2, 3, [1, 1.5, 1.15]), (9, 2, [1, 1.5, 8]), (40, 20, [1, 1.5, 8])]
+)
+def test_a_cropped_cache_has_the_forks_that_are_still_seen(reach, tokens, budgets):
+    """As long as none of them was overwritten; and those of the tokens that are gone are not seen again."""
+    model = private(reach)
+    ids = random_ids(model.config, 3, 31)
+    _, cache = prefill(model, ids[:, :5], budget=budgets)
+    for new in ids[:, 5 : 5 + tokens].unbind(1):
+        _, cache = decode_step(model, cache, new)
+    more = random_ids(model.config, 3, 6, seed=31)
+    whole = model(torch.cat([ids[:, :5], more], dim=1), budget=budgets, want=("log_probs",)).log_probs
+    torch.testing.assert_close(going_on(model, cache.crop(5), more), whole[:, 5:], atol=SAME_ROW, rtol=0)
+
+
 def test_forks_that_fell_out_do_not_come_back():
     model = private(2)
-    _, cache = prefill(model, random_ids(model.config, 2, 11))
-    assert torch.equal(cache.crop(11).spans[-1].used, cache.spans[-1].used)
+    _, cache = prefill(model, random_ids(model.config, 2, 28), budget=4)
+    assert torch.equal(cache.crop(28).spans[-1].used, cache.spans[-1].used)
     with pytest.raises(ValueError, match=r"no longer in this cache.*fork_reach.*clone the cache"):
         cache.crop(10)
+
+
+def test_an_empty_row_stays_empty():
+    model = private()
+    _, cache = prefill(model, random_ids(model.config, 2, 8))
+    cache.clear(0, Budget.of(2))
+    assert [int(span.used[0]) for span in cache.crop(3).spans] == [0, 0, 0, 0]
+
+
+def test_storage_for_a_smaller_budget_is_not_reused():
+    """Private forks take no room, but their levels do."""
+    model = private()
+    ids = random_ids(model.config, 1, 10)
+    _, small = prefill(model, ids, budget=1, capacity=16)
+    with pytest.raises(ValueError, match="made for these budgets or larger ones"):
+        prefill(model, ids, budget=8, into=small)
+
+
+def test_a_cache_of_another_reach_is_not_taken():
+    _, cache = prefill(private(1), random_ids(small_config(), 1, 4))
+    with pytest.raises(ValueError, match="is not a cache of this model"):
+        decode_step(private(6), cache, torch.tensor([1]))
+
+
+def test_scores_keep_their_precision_under_autocast():
+    model = private()
+    with torch.autocast("cpu", torch.bfloat16):  # which the cache follows
+        _, cache = prefill(model, random_ids(model.config, 2, 6))
+    assert {span.log_score.dtype for span in cache.spans} == {torch.float32}
 
 
 @pytest.mark.parametrize(("reach", "shares"), [(0, True), (3, False)])
@@ -101,6 +146,13 @@ def test_the_engine(reach, shares):
     expected = generate(model, requests, method="uncached")
     assert [each.ids for each in found] == [each.ids for each in expected]
     assert (engine.stats().tokens_shared > 0) == shares
+
+
+def test_graphs_say_that_they_have_no_reach():
+    model = private()
+    _, cache = prefill(model, random_ids(model.config, 1, 4))
+    with pytest.raises(ValueError, match="fork_reach = 0: compiled steps do not support it yet"):
+        GraphStep(model, cache, budget=Budget.of(2))
 
 
 def test_compiled_steps_say_that_they_have_no_reach():

@@ -91,7 +91,7 @@ class Heads:
     def through_kernels(self) -> dict[str, Tensor]:
         qkv, bias, log_score = self.leaves()
         layout = self.layout(log_score)._replace(rotary=self.rotary)
-        token, up_to, near = self.reach or (None, None, None)
+        token, up_to, near, _ = self.reach or (None, None, None, None)
         out = ops.attention(
             qkv, bias, *layout.rotary, key_bias=layout.key_bias, value_gate=layout.value_gate, n_head=self.n_head,
             least_bias=self.least, token=token, up_to=up_to, reach=near,
@@ -156,9 +156,9 @@ def vanished() -> Found:
     return {**heads.errors(ours), **finite(ours), "no score, no gradient of v": silent}
 
 
-def strong() -> Found:
+def strong(streams: int = 21, **options: Any) -> Found:
     """Logits in the hundreds: too large to exponentiate, and too large for float32 to agree with float64."""
-    return finite(Heads(21, 16, size=12.0).through_kernels())
+    return finite(Heads(streams + options.get("n_unused", 0), 16, size=12.0, **options).through_kernels())
 
 
 def half() -> Found:
@@ -237,7 +237,7 @@ def operators() -> Found:
             torch.ops.thoughtbubbles.attention.default,
             (qkv, bias, *heads.rotary, key_bias, value, None, None, 1, None, True),
         )
-        token, up_to, near = random_bubbles(1, 3, 0, 2, 0, "cpu")
+        token, up_to, near, _ = random_bubbles(1, 3, 0, 2, 0, "cpu")
         torch.library.opcheck(
             torch.ops.thoughtbubbles.attention.default,
             (qkv, bias, *heads.rotary, key_bias, value, token, up_to, 1, near, True),
@@ -441,6 +441,7 @@ def full() -> dict[str, Callable[[], Found]]:
         },
         "reach, not bounded": lambda: Heads(70, 16, near=0, is_bounded=False).errors(),
         "reach, poisoned neighbour": lambda: poisoned_neighbour(near=1),
+        **{f"reach, strong, {n} unused": lambda n=n: strong(near=3, n_unused=n) for n in (5, 13, 21, 30)},
         "reach, what is kept": lambda: what_is_kept(near=0),
         "a reach without end is none": unlimited_reach,
         **{f"low, {s} streams": lambda s=s: Heads(s, 32, low=-60.0).errors() for s in (16, 70)},

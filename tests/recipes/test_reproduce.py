@@ -32,7 +32,7 @@ from thoughtbubbles.recipes.reproduce.row import compare, make_record
 from thoughtbubbles.recipes.reproduce.studies import study
 from thoughtbubbles.recipes.reproduce.study import Place
 from thoughtbubbles.recipes.reproduce.text_study import TextStudy
-from thoughtbubbles.recipes.reproduce.training import speed
+from thoughtbubbles.recipes.reproduce.training import Trained, gpu_seconds, speed
 from thoughtbubbles.train.config import OptimConfig
 from thoughtbubbles.train.loop import train
 
@@ -294,6 +294,18 @@ def test_the_speed_is_that_of_nine_in_ten_groups():
     lines = [{"tokens_per_second": float(each)} for each in (5, 100, 5, 5, 5, 100, 5, 5, 5, 5, 5)]
     assert speed(lines, 0.9) == 100
     assert speed(lines, 0.5) == 5
+
+
+def test_the_time_of_a_run_that_forks_late():
+    """A quarter of the steps at half the speed, each part at its own; of drawn budgets the median speed."""
+    lines = [{"step": step, "tokens_per_second": 100.0 if step <= 150 else 50.0} for step in range(10, 201, 10)]
+    late = replace(config("screen", "r2-late"), tokens=200 * 64 * 512)
+    run = Trained(config=late, checkpoint=Path(), step=200, seconds=0.0, resumed_at=None, lines=lines)
+    assert late.steps_before_forks == 150
+    assert gpu_seconds(run) == pytest.approx(64 * 512 * (150 / 100 + 50 / 50))
+    drawn = replace(config("screen", "r2-elastic"), tokens=200 * 64 * 512)
+    slow = [{"step": step, "tokens_per_second": 10.0 + step} for step in range(10, 201, 10)]
+    assert gpu_seconds(replace(run, config=drawn, lines=slow)) == pytest.approx(64 * 512 * 200 / 110)
 
 
 def test_text_that_rows_share_is_written_once(corpus, tmp_path):

@@ -79,8 +79,12 @@ def test_forks_begin_late(tmp_path):
 
 def test_a_run_from_before_a_setting_existed_is_the_same_run(tmp_path):
     now = small_run(tmp_path / "run").as_dict()
-    before = {name: value for name, value in now.items() if name != "forks_from"}
+    before = {name: value for name, value in now.items() if name not in ("forks_from", "budgets")}
+    before["model"] = {name: value for name, value in now["model"].items() if name not in ("fork_reach", "own_scores")}
     assert not differences(before, now)
+    assert differences(before, {**now, "model": {**now["model"], "own_scores": True}}) == [
+        "model.own_scores was False, is True"
+    ]
     assert differences(before, {**now, "forks_from": 0.5}) == ["forks_from was 0.0, is 0.5"]
 
 

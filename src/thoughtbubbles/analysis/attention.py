@@ -44,6 +44,8 @@ def _sums(trace: Trace, block: int, weights: Tensor) -> dict[str, Tensor]:
     token = torch.tensor([stream.token for stream in streams])
     original = torch.tensor([stream.place == 0 for stream in streams])
     same, visible = token[:, None] == token, torch.ones_like(weights, dtype=torch.bool).tril()
+    if (reach := trace.settings["fork_reach"]) is not None:
+        visible &= original | (token[:, None] - token <= reach)
     itself = torch.eye(len(streams), dtype=torch.bool)
     masks = (itself, same & ~itself, ~same & original, ~same & ~original)
     found = {}

@@ -38,10 +38,17 @@ class Span(NamedTuple):
     used: Int[Tensor, "B"]  # streams so far; in a span after a fork layer this is A_{t−1}
     level: Int[Tensor, "B C"] | None  # of every candidate of the span's fork layer; None if it has none
     kept: Int[Tensor, "B T"] | None = None  # A_t of each token; only if forks fall out of the cache (reach.py)
+    reach: int = 0  # `fork_reach`, if so
 
     def ring(self, capacity: int) -> int:
         """Slots for forks before those of the originals, if forks fall out of the cache."""
         return self.token.shape[1] - 1 - capacity
+
+    def streams_up_to(self, n_tokens: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
+        """A of the last of so many tokens, if forks fall out of the cache; 0 of none."""
+        assert self.kept is not None
+        found = self.kept.gather(1, (n_tokens - 1).clamp(min=0)[:, None])[:, 0].long()
+        return torch.where(n_tokens > 0, found, 0)
 
 
 class Cache(NamedTuple):
@@ -84,21 +91,26 @@ class Cache(NamedTuple):
         spans = []
         for span in self.spans:
             if span.kept is not None:
-                spans.append(self._crop_near(span, keep))
+                spans.append(self._crop_near(span, keep, reach=span.reach))
                 continue
             slot = torch.arange(span.token.shape[1], device=keep.device)
             left = (span.token < keep[:, None]) & (slot < span.used[:, None])
             spans.append(span._replace(used=left.sum(1)))
         return Cache(tuple(spans), keep, self.numerator, self.denominator, self.capacity)
 
-    def _crop_near(self, span: Span, keep: Int[Tensor, "B"]) -> Span:
-        assert span.kept is not None
-        if span.ring(self.capacity) and bool((keep < self.n_tokens).any()):
+    def _crop_near(self, span: Span, keep: Int[Tensor, "B"], *, reach: int) -> Span:
+        ring = span.ring(self.capacity)
+        used = span.streams_up_to(keep)
+        first_seen = span.streams_up_to(keep - reach) - (keep - reach).clamp(min=0)  # of the forks that can be seen
+        forks_now = span.used - self.n_tokens
+        if bool(((keep < self.n_tokens) & (first_seen < used - keep) & (forks_now - ring > first_seen)).any()):
             raise ValueError(
-                "the forks of earlier tokens are no longer in this cache, since they are visible to near tokens only "
-                "(fork_reach): clone the cache at the place that you want to return to"
+                "forks that the next tokens would see are no longer in this cache, since only near tokens see them "
+                "(fork_reach): clone the cache at the place that you want to return to, or decode without a cache"
             )
-        return span._replace(used=span.kept.gather(1, (keep - 1).clamp(min=0)[:, None])[:, 0].long())
+        token = span.token.clone()
+        token[:, :ring].masked_fill_(token[:, :ring] >= keep[:, None], NEVER)
+        return span._replace(used=used, token=token)
 
     def streams(self, n_tokens: int) -> Int[Tensor, "B T"]:
         """The number of streams of each of the first tokens, in the last span; 0 past a row's end."""
@@ -153,7 +165,8 @@ class Cache(NamedTuple):
     def has_room_for(self, config: ModelConfig, budget: Budget) -> bool:
         shapes = span_shapes(config, capacity=self.capacity, budget=budget)
         return len(shapes) == len(self.spans) and all(
-            span.token.shape[1] > shape.slots for span, shape in zip(self.spans, shapes, strict=True)
+            span.token.shape[1] > shape.slots and (span.level is None or span.level.shape[1] > shape.candidates)
+            for span, shape in zip(self.spans, shapes, strict=True)
         )
 
     def fits(self, config: ModelConfig, weight: Tensor) -> bool:
@@ -168,6 +181,7 @@ class Cache(NamedTuple):
                 and span.key.shape[4] == config.head_size
                 and (span.level is not None) == (start in config.fork_layers)
                 and (span.kept is not None) == (start in config.fork_layers and config.fork_reach is not None)
+                and (span.kept is None or span.reach == config.fork_reach)
                 and span.key.device == weight.device
                 and span.log_score.dtype == accumulation_dtype(weight.dtype)
                 for span, start, end in zip(self.spans, starts, [*starts[1:], config.n_layer], strict=True)
@@ -229,6 +243,7 @@ class Cache(NamedTuple):
                 used=change(span.used, 0),
                 level=None if span.level is None else change(span.level, 0),
                 kept=None if span.kept is None else change(span.kept, 0),
+                reach=span.reach,
             )
             for span in self.spans
         ]
@@ -302,6 +317,7 @@ def new_cache(
                 if shape.candidates
                 else None,
                 kept=torch.zeros(rows, capacity, dtype=torch.int32, device=device) if shape.forks_fall_out else None,
+                reach=config.fork_reach or 0,
             )
         )
     n_tokens = torch.zeros(rows, dtype=torch.int64, device=device)

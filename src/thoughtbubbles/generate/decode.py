@@ -128,7 +128,7 @@ def _fill(model: Thoughtbubbles, given: inputs.Inputs, cache: Cache) -> tuple[Pr
             record = records[start]
             log_score = take(record.log_score, (2 * record.parent + ~record.is_fork).clamp(min=0))
             kept = Streams(streams.x, log_score, token)  # only the scores and tokens are read
-            span.log_score[row, slot] = attenuating(kept, model.config, n_tokens=n_tokens)
+            span.log_score[row, slot] = attenuating(kept, model.config, n_tokens=n_tokens).to(span.log_score.dtype)
             assert span.level is not None
             span.level[:, : record.level.shape[1]] = record.level
         if span.kept is not None:

@@ -35,6 +35,7 @@ from thoughtbubbles.generate.jobs import (
     n_ids,
 )
 from thoughtbubbles.generate.prediction import Prediction
+from thoughtbubbles.generate.reach import NO_REACH
 from thoughtbubbles.generate.readers import Cached, Reader, Reading, Uncached
 from thoughtbubbles.generate.sample import BatchSampling, Draws, Picked, Transfer, pick
 from thoughtbubbles.generate.scheduler import QueueFull as QueueFull
@@ -116,7 +117,8 @@ class Engine:
                 self._read_tokens_ahead = graphed.read_ahead
             else:
                 self._reader = Cached(model, grows=grows, **options)
-            copy = None if config.fork_reach else self._reader.copy_prefix  # forks of the prefix may be gone
+            may_lose_forks = bool(config.fork_reach and config.fork_layers)  # those of a prefix that is to be copied
+            copy = None if may_lose_forks else self._reader.copy_prefix
         else:  # whole prompts: every text is read again in any case
             self._reader, chunk = Uncached(model, rows=rows, budget_mode=budget_mode), rows * self.capacity
         # A graph takes less time than the reading of a chunk has overhead.
@@ -350,7 +352,7 @@ def check_compiled(compiled: bool, config: ModelConfig, *, is_cached: bool, devi
     if compiled and device.type != "cuda":
         raise ValueError("compiling needs a CUDA GPU: do not compile on other devices")
     if compiled and config.fork_reach is not None:
-        raise ValueError(f"fork_reach = {config.fork_reach}: compiled steps do not support it yet: do not compile")
+        raise ValueError(f"fork_reach = {config.fork_reach}: {NO_REACH}")
 
 
 def _needed(config: ModelConfig, budget: Budget) -> Fraction:

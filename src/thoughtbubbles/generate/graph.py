@@ -24,6 +24,7 @@ from torch import Tensor
 from thoughtbubbles.generate.cache import Cache, Span
 from thoughtbubbles.generate.fast_blocks import fast_blocks, has_kernels
 from thoughtbubbles.generate.prediction import Likeliest, Prediction
+from thoughtbubbles.generate.reach import NO_REACH
 from thoughtbubbles.generate.step import Parts, View, advance, enter, next_logits, run_blocks
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
@@ -168,6 +169,8 @@ class GraphStep:
         budget  the largest one that a row can have
         n_ids   how many of the ids can be the likeliest one; by default all
         """
+        if model.config.fork_reach is not None:
+            raise ValueError(f"fork_reach = {model.config.fork_reach}: {NO_REACH}")
         self.model, self.cache = model, cache
         self.n_ids = model.config.vocab_size if n_ids is None else n_ids
         self.widths = widths_within(model.config, most_streams(budget, cache.capacity))

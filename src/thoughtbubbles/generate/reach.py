@@ -24,6 +24,7 @@ from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.layout import Layout, attenuation
 from thoughtbubbles.model.streams import at_least_float32, is_original, slots
 
+NO_REACH = "compiled steps do not support it yet: do not compile"
 NEVER = -(2**30)  # the token of a slot of the ring that holds nothing
 
 
@@ -60,6 +61,7 @@ class Group(NamedTuple):
     """Rows that attend in one call."""
 
     rows: Int[Tensor, "B"]  # of the cache
+    block: slice | None  # the same rows, if they are next to each other
     streams: slice  # of the packed ones
     place: Int[Tensor, "M"]  # of each of them among B · W
     width: int  # W: the most new streams of a row
@@ -91,7 +93,7 @@ def groups_of(
     """
     assert config.fork_reach is not None
     parts = [range(len(rows))] if together else [range(i, i + 1) for i in range(len(rows))]
-    ends, sizes = counts.cumsum(0).tolist(), counts.tolist()
+    ends, sizes, numbers = counts.cumsum(0).tolist(), counts.tolist(), rows.tolist()
     found = []
     for part in parts:
         streams = slice(ends[part[0]] - sizes[part[0]], ends[part[-1]])
@@ -114,7 +116,10 @@ def groups_of(
         bias = attenuation(scores, config)[0]
         bias = scores.new_zeros(1, 1) if bias is None else bias
         mask = torch.where(torch.cat([sees_old, sees_new], dim=-1), bias[:, None], -math.inf)[:, None]
-        found.append(Group(rows[chosen], streams, index, width, held, mask))
+        first, last = numbers[part[0]], numbers[part[-1]]
+        is_block = numbers[chosen] == list(range(first, last + 1))
+        block = slice(first, last + 1) if is_block else None
+        found.append(Group(rows[chosen], block, streams, index, width, held, mask))
     return found
 
 
@@ -152,8 +157,9 @@ def _attend(
         room.index_copy_(0, group.place, values[group.streams])
         return room.unflatten(0, (-1, group.width)).transpose(1, 2)
 
+    rows = group.block if group.block is not None else group.rows  # a slice copies nothing
     keys, values = (
-        at_least_float32(torch.cat([cached[group.rows, :, : group.held], spread(new)], dim=2))
+        torch.cat([at_least_float32(cached[rows, :, : group.held]), at_least_float32(spread(new))], dim=2)
         for cached, new in ((key, new_keys), (value, new_values))
     )
     heads = F.scaled_dot_product_attention(spread(q), keys, values, attn_mask=group.mask)

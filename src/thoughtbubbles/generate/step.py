@@ -157,6 +157,7 @@ def advance(
     parts: Parts = PLAIN,
 ) -> tuple[Prediction, Cache]:
     """One more token of each active row. `widths`: of the bubbles in each span, at most."""
+    assert model.config.fork_reach is None, "this cache has other slots"
     streams, spans = embed_next(model, ids), []
     for index, (start, span) in enumerate(zip(sorted({0, *model.config.fork_layers}), cache.spans, strict=True)):
         fork = None if span.level is None else model.forks[str(start)]

@@ -4,6 +4,7 @@ No kernel is needed to run a model: every one has a reference implementation in 
 computes. ops.py registers the operators that models call.
 
     attention, rotary, norm, gelu, sums    a block, forward and backward
+    reach                                  its attention if forks are visible to near tokens only
     fork, loss                             the decisions of a fork layer; the mixture loss
     adamw                                  the optimizer step
     decode, chunk                          a decoding step: blocks on few rows, over a KV cache; chunks of prompts

@@ -99,6 +99,7 @@ def _attend_forward(  # type: ignore[no-untyped-def]
             s += tl.load(bias2 + n, mask=n < S, other=0.0)[None, :]
         of_key, is_fork = _forks(token, n, S, T)
         near = is_fork[None, :] & (m[:, None] > n[None, :]) & (own[:, None] - of_key[None, :] <= reach)
+        near &= (own < T)[:, None]
         s = tl.where(near | (m[:, None] == n[None, :]), s, -float("inf"))
         above = tl.maximum(largest, tl.max(s, 1))
         base = tl.where(above == -float("inf"), 0.0, above)  # no key yet that this query sees
@@ -155,6 +156,7 @@ def _query_gradient(  # type: ignore[no-untyped-def]
             s += tl.load(bias2 + n, mask=n < S, other=0.0)[None, :]
         of_key, is_fork = _forks(token, n, S, T)
         near = is_fork[None, :] & (m[:, None] > n[None, :]) & (own[:, None] - of_key[None, :] <= reach)
+        near &= (own < T)[:, None]
         p = tl.where(near | (m[:, None] == n[None, :]), tl.exp2(s - logsum[:, None]), 0.0)
         ds = p * (tl.dot(do, val.T) - dot_out[:, None])
         dq = tl.dot(ds.to(key.dtype), key, dq)
@@ -248,6 +250,7 @@ def _near_key_gradient(  # type: ignore[no-untyped-def]
         own = _tokens(token, m, S)
         s = tl.dot(key, query.T) * scale2 + b2[:, None]
         near = is_fork[:, None] & (m[None, :] > n[:, None]) & (own[None, :] - of_key[:, None] <= reach)
+        near &= (own < T)[None, :]
         p = tl.where(near | (m[None, :] == n[:, None]), tl.exp2(s - logsum[None, :]), 0.0)
         dv = tl.dot(p.to(do.dtype), do, dv)
         ds = p * (tl.dot(val, do.T) - dot_out[None, :])

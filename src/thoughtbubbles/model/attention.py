@@ -131,10 +131,13 @@ class Attention(torch.nn.Module):
         is_available = kernels.for_attention(x.device, product_dtype(x), head_size=self.head_size)
         return is_available and not self.form.score_channel
 
+    def takes_kernel(self, x: Float[Tensor, "B S D"], path: AttentionPath) -> bool:
+        return path is fused_attention and self.has_kernel(x)
+
     def forward(self, x: Float[Tensor, "B S D"], layout: Layout, path: AttentionPath) -> Update:
-        if path is fused_attention and self.has_kernel(x):
+        if self.takes_kernel(x, path):
             # Our kernel also adds the bias of the projection (`product` is without it) and rotates q and k.
-            token, up_to, reach = layout.reach or (None, None, None)
+            token, up_to, reach, _ = layout.reach or (None, None, None, None)
             heads = ops.attention(
                 self.qkv.product(x), self.qkv.bias, *layout.rotary, key_bias=layout.key_bias,
                 value_gate=layout.value_gate, n_head=self.n_head, least_bias=layout.least_bias,

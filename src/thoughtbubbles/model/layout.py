@@ -43,9 +43,12 @@ class Reach(NamedTuple):
     token: Int[Tensor, "B S"]
     up_to: Int[Tensor, "B T"]  # for each token, the streams of tokens up to it
     tokens: int  # that see a fork after its own: ModelConfig.fork_reach
+    matrix: Bool[Tensor, "B S S"] | None = None  # what `visible` returns, if it is computed already
 
     def visible(self) -> Bool[Tensor, "B S S"]:
-        """The matrix itself."""
+        """The matrix itself. Our kernels never need it; for other paths it is computed once for all blocks."""
+        if self.matrix is not None:
+            return self.matrix
         token, slot = self.token, slots(self.token)
         is_near = token[:, :, None] - token[:, None] <= self.tokens
         return (is_near | is_original(token, self.up_to.shape[1])[:, None]) & (slot[:, :, None] >= slot[:, None])

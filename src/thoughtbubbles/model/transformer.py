@@ -8,7 +8,7 @@ Streams → merge per bubble → (B,T) predictions
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -176,6 +176,8 @@ class Thoughtbubbles(nn.Module):
                 streams = self.apply_update(streams, residual, layout)
                 streams, record = self.forks[str(layer)](streams, given.lengths, n_tokens=n_tokens, rule=given.rule)
                 layout, residual = self.layout(streams, n_tokens), Residual(streams.x)
+                if layout.reach is not None and not cast(Block, block).attention.takes_kernel(streams.x, path):
+                    layout = layout._replace(reach=layout.reach._replace(matrix=layout.reach.visible()))
                 forks.append(ForkRecord(*record[:-1], layer))  # type: ignore[call-arg]
             residual = block(residual, layout, path)
         return self.apply_update(streams, residual, layout), tuple(forks)

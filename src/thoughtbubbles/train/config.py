@@ -6,7 +6,7 @@ A run stays the same run when it is resumed after a kill, on another number of d
 
 import math
 import random
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -255,12 +255,14 @@ class RunConfig:
     @property
     def flops_per_row(self) -> float:
         """Forward and backward of a row, as counted everywhere; with several budgets, the mean over the run."""
-        budgets = self.budgets or (self.model.budget,)
-        forking = fmean(cost(replace(self.model, budget=budget)).flops for budget in budgets)
-        if not self.steps_before_forks:
-            return forking
-        share = self.steps_before_forks / self.steps
-        return share * cost(replace(self.model, budget=1)).flops + (1 - share) * forking
+        begin, last = self.steps_before_forks, self.steps - 1
+        before, after = begin / self.steps, (self.steps - begin) / self.steps
+        return sum(share * self.flops_per_row_in(step) for share, step in ((before, 0), (after, last)) if share)
+
+    def flops_per_row_in(self, step: int) -> float:
+        """The same for the steps from 0 on before forks begin, or for those after it."""
+        budgets = (1,) if step < self.steps_before_forks else self.budgets or (self.model.budget,)
+        return fmean(cost(replace(self.model, budget=budget)).flops for budget in budgets)
 
     @property
     def steps_before_forks(self) -> int:
@@ -299,7 +301,9 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for own in fields(RunConfig):
         if (name := own.name) in MAY_CHANGE:
             continue
-        old, new = before.get(name, None if own.default is MISSING else own.default), now.get(name)
+        old, new = before.get(name, _default(own)), now.get(name)
+        if name == "model" and isinstance(old, dict):
+            old = {each.name: _default(each) for each in fields(ModelConfig)} | old
         if isinstance(old, dict) and isinstance(new, dict):
             found += [
                 f"{name}.{key} was {old.get(key)!r}, is {new.get(key)!r}"
@@ -321,6 +325,10 @@ MAY_CHANGE = {
 
 def _is_multiple(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _default(own: Field[Any]) -> Any:
+    return None if own.default is MISSING else _plain(own.default)
 
 
 def _plain(value: Any) -> Any:

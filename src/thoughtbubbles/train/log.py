@@ -127,7 +127,9 @@ class Speed:
         self.flops_per_token, self.peak, self.world = flops_per_token, peak, world
         self._at, self._tokens = time.perf_counter(), tokens
 
-    def read(self, tokens: int) -> dict[str, float]:
+    def read(self, tokens: int, *, flops_per_token: float | None = None) -> dict[str, float]:
+        """`flops_per_token`: of these tokens, if they have changed."""
+        self.flops_per_token = self.flops_per_token if flops_per_token is None else flops_per_token
         now = time.perf_counter()
         rate = (tokens - self._tokens) / max(now - self._at, 1e-9)
         self._at, self._tokens = now, tokens

@@ -212,7 +212,8 @@ class Trainer:
         facts, step = self.read(launched), launched.step
         tokens = step * self.config.tokens_per_step
         if self.config.logs_after(step):
-            facts |= speed.read(tokens)
+            of_row = self.config.flops_per_row_in(step - 1)
+            facts |= speed.read(tokens, flops_per_token=of_row / self.config.model.block_size)
             if self.world.device.type == "cuda":
                 facts["peak_memory_GiB"] = torch.cuda.max_memory_allocated() / 2**30
         self.log.step({"step": step, "tokens": tokens, **facts})

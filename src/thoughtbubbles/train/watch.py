@@ -65,7 +65,7 @@ class Watch:
 
     def _rates(self, seconds: float) -> dict[str, str]:
         config = self.config
-        flops = config.flops_per_row * config.rows / self.world.size
+        flops = config.flops_per_row_in(self.begin) * config.rows / self.world.size
         rates = {
             "ms per step": f"{seconds * 1e3:.2f}",
             "tokens/s": f"{config.tokens_per_step / seconds:,.0f}",

@@ -17,7 +17,7 @@ from thoughtbubbles.recipes.reproduce.corpus import Corpus, open_corpus, part_of
 from thoughtbubbles.recipes.reproduce.measure import measure, zero_shot
 from thoughtbubbles.recipes.reproduce.protocols import PLAIN, Protocol
 from thoughtbubbles.recipes.reproduce.study import Place
-from thoughtbubbles.recipes.reproduce.training import Trained, curve, speed, train_run, training_loss
+from thoughtbubbles.recipes.reproduce.training import Trained, curve, gpu_seconds, speed, train_run, training_loss
 
 VERSION = 1
 
@@ -95,7 +95,7 @@ def describe(
     """What the row is, where it was run and what it cost; an ensemble costs the sum of its members."""
     first, config = trained[0], trained[0].config
     settings = {name: value for name, value in config.as_dict().items() if name not in ("out", "data", "name")}
-    speeds = [speed(each.lines, 0.9) for each in trained]
+    seconds = [gpu_seconds(each) for each in trained]
     tokens = [each.step * each.config.tokens_per_step for each in trained]
     peaks = [line["peak_memory_GiB"] for each in trained for line in each.lines if "peak_memory_GiB" in line]
     source = provenance()
@@ -110,9 +110,9 @@ def describe(
         "tokens": sum(tokens),
         "epochs": tokens[0] / corpus.n_tokens,
         "flops": sum(each.config.flops_per_row * each.config.rows * each.step for each in trained),
-        "tokens_per_second": statistics.fmean(speeds),
+        "tokens_per_second": statistics.fmean(n / time for n, time in zip(tokens, seconds, strict=True)),
         "median_tokens_per_second": statistics.fmean(speed(each.lines, 0.5) for each in trained),
-        "gpu_seconds": sum(n / speed for n, speed in zip(tokens, speeds, strict=True)),
+        "gpu_seconds": sum(seconds),
         "wall_seconds": sum(each.seconds for each in trained),
         "resumed_at": first.resumed_at,
         "peak_memory_GiB": max(peaks) if peaks else None,

@@ -59,6 +59,20 @@ def training_loss(lines: list[dict[str, Any]]) -> list[float]:
     return [round(statistics.fmean(losses[i : i + GROUP]), 5) for i in range(0, len(losses), GROUP)]
 
 
+def gpu_seconds(trained: Trained) -> float:
+    """Time of the steps at the speed of undisturbed ones: the 90th percentile of groups of steps.
+
+    Before and after forks begin, steps have other speeds. If each draws its budget, fast groups are those of small
+    budgets, so the median stands for all.
+    """
+    config, share = trained.config, 0.5 if trained.config.budgets else 0.9
+    border = min(config.steps_before_forks, trained.step)
+    before = [line for line in trained.lines if line.get("step", 0) <= border]
+    after = [line for line in trained.lines if line.get("step", 0) > border]
+    parts = [(n, part) for n, part in ((border, before), (trained.step - border, after)) if n]
+    return sum(n * config.tokens_per_step / speed(part, share) for n, part in parts)
+
+
 def speed(lines: list[dict[str, Any]], share: float) -> float:
     """Tokens per second of a group of steps; this share of the groups was slower."""
     speeds = sorted(line["tokens_per_second"] for line in lines if "tokens_per_second" in line)

@@ -105,7 +105,8 @@ def measure_answers(
     """
     answers: dict[int, Answer] = {}
     method = exact_method(model.config)
-    is_compiled = method == "cached" and model.embedding.weight.device.type == "cuda"
+    on_gpu = model.embedding.weight.device.type == "cuda"
+    is_compiled = method == "cached" and on_gpu and model.config.fork_reach is None
     conditions = Conditions(answers_at_once=answers_at_once, method=method, compiled=is_compiled)
     evaluate(model, tokenizer, benchmark.task, benchmark.documents, conditions, keep=answers.__setitem__)
     rows, kinds, texts = [], [], []
