@@ -45,7 +45,10 @@ def accept_arrays_of_one(patch: Callable[..., None]) -> Callable[..., None]:
 
 def set_tiles(turn: int) -> None:
     """Each kernel another tile, so that queries are more, fewer and as many as keys for all three."""
-    for shift, tiles in enumerate((attention.FORWARD, attention.QUERY_GRADIENT, attention.KEY_GRADIENT)):
+    reach.NEAR = (16, 32)[turn % 2]
+    for shift, tiles in enumerate(
+        (attention.FORWARD, attention.QUERY_GRADIENT, attention.KEY_GRADIENT, reach.WITH_NEAR)
+    ):
         for size in tiles:
             tiles[size] = attention.Tile(*TILES[(turn + shift) % len(TILES)], 4, 1)
     attention.ROTATED_STREAMS = 8

@@ -38,6 +38,11 @@ from thoughtbubbles.kernels.attention import (
 from thoughtbubbles.kernels.launch import on_its_device
 from thoughtbubbles.kernels.sums import column_sums
 
+# The far loops have the tiles of attention.py. With a near loop beside them the forward would take 214 registers, and two
+# programs in place of three would run at a time; 168 spill 24 bytes (compiled for an H200 by Triton 3.9, not timed).
+WITH_NEAR = {64: FORWARD[64]._replace(registers=168), 128: FORWARD[128]}
+NEAR = 32  # near keys at a time, and in the gradient of keys also near queries: there are few of them
+
 
 @triton.jit
 def _tokens(token, m, S):  # type: ignore[no-untyped-def]
@@ -67,7 +72,7 @@ def _near_begin(token, up_to, first, S, T, reach):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def _near_end(token, up_to, first, last, S, T, reach):  # type: ignore[no-untyped-def]
+def _near_end(token, up_to, last, S, T, reach):  # type: ignore[no-untyped-def]
     """The end of the queries that can see a stream of a block nearby."""
     t = _tokens(token, last, S)
     return tl.minimum(tl.maximum(_up_to(up_to, t + reach, T), last + 1), S)
@@ -76,7 +81,7 @@ def _near_end(token, up_to, first, last, S, T, reach):  # type: ignore[no-untype
 @triton.jit
 def _attend_forward(  # type: ignore[no-untyped-def]
     q, k, v, far_k, far_v, bias2, far_bias2, token, up_to, out, lse, scale2, S, T, N, reach,
-    H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(S, BM)
     first = (blocks - 1 - tl.program_id(0) % blocks) * BM
@@ -91,8 +96,9 @@ def _attend_forward(  # type: ignore[no-untyped-def]
     acc = tl.zeros((BM, H), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     largest = tl.full((BM,), -float("inf"), tl.float32)
-    for start in range(_near_begin(token, up_to, first, S, T, reach), tl.minimum(first + BM, S), BN):
-        n = start + tl.arange(0, BN)
+    begin = _near_begin(token, up_to, first, S, T, reach)
+    for start in tl.range(begin, tl.minimum(first + BM, S), NEAR, num_stages=1):  # too few to overlap loads
+        n = start + tl.arange(0, NEAR)
         s = tl.dot(query, k.load([bn * S + start, 0]).T) * scale2
         val = tl.where((n < S)[:, None], v.load([bn * S + start, 0]), 0.0)
         if BIAS:
@@ -127,7 +133,7 @@ def _attend_forward(  # type: ignore[no-untyped-def]
 def _query_gradient(  # type: ignore[no-untyped-def]
     q, k, v, far_k, far_v, bias2, far_bias2, token, up_to, out, dout, lse, delta, cos, sin, dqkv,
     scale, scale2, S, T, N, reach,
-    H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(S, BM)
     first = (blocks - 1 - tl.program_id(0) % blocks) * BM
@@ -147,8 +153,9 @@ def _query_gradient(  # type: ignore[no-untyped-def]
     tl.store(delta + bn * S + m, dot_out, mask=m < S)
     logsum = tl.load(lse + bn * S + m, mask=m < S, other=float("inf"))  # rows past the end have no weights
     dq = tl.zeros((BM, H), tl.float32)
-    for start in range(_near_begin(token, up_to, first, S, T, reach), tl.minimum(first + BM, S), BN):
-        n = start + tl.arange(0, BN)
+    begin = _near_begin(token, up_to, first, S, T, reach)
+    for start in tl.range(begin, tl.minimum(first + BM, S), NEAR, num_stages=1):  # too few to overlap loads
+        n = start + tl.arange(0, NEAR)
         key = tl.where((n < S)[:, None], k.load([bn * S + start, 0]), 0.0)
         val = tl.where((n < S)[:, None], v.load([bn * S + start, 0]), 0.0)
         s = tl.dot(query, key.T) * scale2
@@ -221,7 +228,7 @@ def _far_key_gradient(  # type: ignore[no-untyped-def]
 def _near_key_gradient(  # type: ignore[no-untyped-def]
     q, k, v, bias2, token, up_to, value, dout, lse, delta, far_dk, far_dv, far_db, cos, sin, dqkv, dbias, dvalue,
     scale, scale2, S, T, N, reach,
-    H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, VALUE: tl.constexpr,
+    H: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr, BIAS: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """A block of streams as keys, and the queries near them; then the originals' part from the far table."""
     blocks = tl.cdiv(S, BN)
@@ -241,8 +248,8 @@ def _near_key_gradient(  # type: ignore[no-untyped-def]
     dv = tl.zeros((BN, H), tl.float32)
     db = tl.zeros((BN,), tl.float32)
     last = tl.minimum(first + BN, S) - 1
-    for start in range(first, _near_end(token, up_to, first, last, S, T, reach), BM):
-        m = start + tl.arange(0, BM)
+    for start in tl.range(first, _near_end(token, up_to, last, S, T, reach), NEAR, num_stages=1):
+        m = start + tl.arange(0, NEAR)
         query = tl.where((m < S)[:, None], q.load([bn * S + start, 0]), 0.0)
         do = tl.where((m < S)[:, None], dout.load([b * S + start, head * H]), 0.0)
         logsum = tl.load(lse + bn * S + m, mask=m < S, other=float("inf"))
@@ -299,13 +306,13 @@ def forward(
     out = qkv.new_empty(batch, streams, n_head * head)
     lse = qkv.new_empty(batch, n_head, streams, dtype=torch.float32)
     token, up_to, n_tokens = token.contiguous(), up_to.contiguous(), up_to.shape[1]
-    tile = tile_for(FORWARD, head)
+    tile = tile_for(WITH_NEAR, head)
     far, far_bias = _far(rotated, up_to, key_bias)
     _attend_forward[(triton.cdiv(streams, tile.queries) * batch * n_head,)](
-        *described(rotated, (tile.queries, tile.keys, tile.keys)), *described(far, (tile.keys, tile.keys)),
+        *described(rotated, (tile.queries, NEAR, NEAR)), *described(far, (tile.keys, tile.keys)),
         lse if key_bias is None else in_base_2(key_bias), far_bias, token, up_to, out, lse,
         LOG2E.value / math.sqrt(head), streams, n_tokens, n_head, reach,
-        H=head, BIAS=key_bias is not None, EVEN=n_tokens % tile.keys == 0, **tile.launch(),
+        H=head, NEAR=NEAR, BIAS=key_bias is not None, EVEN=n_tokens % tile.keys == 0, **tile.launch(),
     )  # fmt: skip
     return out, rotated, lse
 
@@ -340,22 +347,24 @@ def backward(
     scale, has_bias = 1 / math.sqrt(head), key_bias is not None
     tile = tile_for(QUERY_GRADIENT, head)
     _query_gradient[(triton.cdiv(streams, tile.queries) * batch * n_head,)](
-        *described(rotated, (tile.queries, tile.keys, tile.keys)), *described(far, (tile.keys, tile.keys)),
+        *described(rotated, (tile.queries, NEAR, NEAR)), *described(far, (tile.keys, tile.keys)),
         bias, far_bias, token, up_to, out, dout, lse, delta, cos, sin, dqkv,
         scale, scale * LOG2E.value, streams, n_tokens, n_head, reach,
-        H=head, BIAS=has_bias, EVEN=n_tokens % tile.keys == 0, **tile.launch(),
+        H=head, NEAR=NEAR, BIAS=has_bias, EVEN=n_tokens % tile.keys == 0, **tile.launch(),
     )  # fmt: skip
     tile = tile_for(KEY_GRADIENT, head)
-    q, k, v = described(rotated, (tile.queries, tile.keys, tile.keys))
+    (q,) = described(rotated[:1], (tile.queries,))
     do = TensorDescriptor.from_tensor(dout.flatten(0, 1), [tile.queries, head])
+    near_tables = described(rotated, (NEAR, NEAR, NEAR))
+    near_do = TensorDescriptor.from_tensor(dout.flatten(0, 1), [NEAR, head])
     _far_key_gradient[(triton.cdiv(n_tokens, tile.keys) * batch * n_head,)](
         q, *described(far, (tile.keys, tile.keys)), far_bias, token, up_to, do, lse, delta, *far_gradients, far_db,
         scale * LOG2E.value, streams, n_tokens, n_head,
         H=head, BIAS=has_bias, APART=is_bounded, EVEN=streams % tile.queries == 0, **tile.launch(),
     )  # fmt: skip
-    _near_key_gradient[(triton.cdiv(streams, tile.keys) * batch * n_head,)](
-        q, k, v, bias, token, up_to, lse if value is None else value.contiguous(), do, lse, delta,
+    _near_key_gradient[(triton.cdiv(streams, NEAR) * batch * n_head,)](
+        *near_tables, bias, token, up_to, lse if value is None else value.contiguous(), near_do, lse, delta,
         *far_gradients, far_db, cos, sin, dqkv, *of_heads, scale, scale * LOG2E.value, streams, n_tokens, n_head, reach,
-        H=head, BIAS=has_bias, VALUE=value is not None, **tile.launch(),
+        H=head, BN=NEAR, NEAR=NEAR, BIAS=has_bias, VALUE=value is not None, num_warps=4, num_stages=1,
     )  # fmt: skip
     return dqkv, column_sums(dqkv.flatten(0, 1)), of_heads.sum(2)
