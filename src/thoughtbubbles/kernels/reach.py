@@ -38,8 +38,8 @@ from thoughtbubbles.kernels.attention import (
 from thoughtbubbles.kernels.launch import on_its_device
 from thoughtbubbles.kernels.sums import column_sums
 
-# The far loops have the tiles of attention.py. With a near loop beside them the forward would take 214 registers, so two
-# programs would run at a time in place of three; 168 spill 24 bytes (compiled for an H200 by Triton 3.9, not timed).
+# The far loops have the tiles of attention.py. With a near loop beside them, the forward takes 214 registers, and two
+# programs run at a time, not three; with 168 it spills 24 bytes (compiled for an H200 by Triton 3.9, not timed).
 WITH_NEAR = {64: FORWARD[64]._replace(registers=168), 128: FORWARD[128]}
 NEAR = 32  # near keys at a time, and in the gradient of keys also near queries: there are few of them
 
