@@ -18,6 +18,7 @@ from thoughtbubbles.model.config import ModelConfig, Selection
 
 ROWS = {"nano": 4, "tiny": 4, "150m": 64, "319m": 32, "772m": 16, "1.9b": 8}  # per batch
 SEED = 0
+PRIVATE = "r2-private-residual"
 
 
 class Case(NamedTuple):
@@ -38,7 +39,7 @@ def forms(size: str, *, tokens: int | None = None) -> dict[str, ModelConfig]:
             for merge in ("residual", "mixture"):
                 name = f"r{budget}-{selection}-{merge}"
                 found[name] = replace(bubbles, budget=budget, selection=selection, merge=merge)
-    found["r2-private-residual"] = replace(bubbles, budget=2, merge="residual", fork_reach=0)
+    found[PRIVATE] = replace(bubbles, budget=2, merge="residual", fork_reach=0)
     return found
 
 
@@ -46,7 +47,7 @@ def default_cases(device: str, *, quick: bool = False) -> list[str]:
     forked = "r2-causal-residual"
     few, some = ["plain", forked], ["plain", "plain-double", forked]
     if device == "cuda":
-        chosen = {"150m": few, "1.9b": few} if quick else {"150m": list(forms("150m")), "1.9b": some}
+        chosen = {"150m": few, "1.9b": few} if quick else {"150m": list(forms("150m")), "1.9b": [*some, PRIVATE]}
     else:
         chosen = {"tiny": few if quick else [*some, "copy-3", "r2-causal-mixture"]}
     return [f"{size}-{form}" for size, names in chosen.items() for form in names]
