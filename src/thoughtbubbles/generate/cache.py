@@ -91,15 +91,15 @@ class Cache(NamedTuple):
         spans = []
         for span in self.spans:
             if span.kept is not None:
-                spans.append(self._crop_near(span, keep, reach=span.reach))
+                spans.append(self._crop_near(span, keep))
                 continue
             slot = torch.arange(span.token.shape[1], device=keep.device)
             left = (span.token < keep[:, None]) & (slot < span.used[:, None])
             spans.append(span._replace(used=left.sum(1)))
         return Cache(tuple(spans), keep, self.numerator, self.denominator, self.capacity)
 
-    def _crop_near(self, span: Span, keep: Int[Tensor, "B"], *, reach: int) -> Span:
-        ring = span.ring(self.capacity)
+    def _crop_near(self, span: Span, keep: Int[Tensor, "B"]) -> Span:
+        ring, reach = span.ring(self.capacity), span.reach
         used = span.streams_up_to(keep)
         first_seen = span.streams_up_to(keep - reach) - (keep - reach).clamp(min=0)  # of the forks that can be seen
         forks_now = span.used - self.n_tokens

@@ -19,7 +19,7 @@ from thoughtbubbles.model.attention import PATHS, gated
 from thoughtbubbles.model.budget import Budget, BudgetLike, brief
 from thoughtbubbles.model.config import is_whole
 from thoughtbubbles.model.layout import Layout, attenuating
-from thoughtbubbles.model.streams import Streams, streams_up_to, take
+from thoughtbubbles.model.streams import streams_up_to, take
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 
@@ -127,8 +127,8 @@ def _fill(model: Thoughtbubbles, given: inputs.Inputs, cache: Cache) -> tuple[Pr
         if start in records:
             record = records[start]
             log_score = take(record.log_score, (2 * record.parent + ~record.is_fork).clamp(min=0))
-            kept = Streams(streams.x, log_score, token)  # only the scores and tokens are read
-            span.log_score[row, slot] = attenuating(kept, model.config, n_tokens=n_tokens).to(span.log_score.dtype)
+            log_p = attenuating(log_score, token, model.config, n_tokens=n_tokens)
+            span.log_score[row, slot] = log_p.to(span.log_score.dtype)
             assert span.level is not None
             span.level[:, : record.level.shape[1]] = record.level
         if span.kept is not None:

@@ -149,7 +149,7 @@ def read(
             n = int((streams.token < n_tokens).sum())
             streams = Streams(streams.x[:, :n], streams.log_score[:, :n], streams.token[:, :n])
         row, place, counts = by_row(streams.token[0], batch)
-        log_p = attenuating(streams, config, n_tokens=n_tokens)
+        log_p = attenuating(streams.log_score, streams.token, config, n_tokens=n_tokens)
         new = New(row, place, number[streams.token[0]], ~is_original(streams.token, n_tokens)[0], log_p[0])
         position = positions(
             number[streams.token], find_bubbles(streams.token, n_tokens), streams.log_score.dtype

@@ -2,8 +2,8 @@
 
 After a fork layer, a row of the cache has a ring for forks of the last tokens, then one slot per original:
 
-    ring of 3    originals             reach 2: tokens c and d can still be seen as forks when e is read,
-    d' c″ c' │ a b c d · · ·           so their forks are held; those of a and b were overwritten
+    ring of 3    originals             reach 2: when e is read, the forks of c and d can still be seen,
+    d' c″ c' │ a b c d · · ·           so they are held; d' was written over a', which nobody sees any more
 
 The f-th fork of a row is in slot f mod R of the ring, which has room for the forks of as many tokens as the reach has.
 With a reach of 0 there is no ring, and the cache is as large as that of a model without forks. The new streams of a

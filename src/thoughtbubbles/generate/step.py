@@ -74,7 +74,7 @@ def enter(
         streams, record = fork(streams, n_earlier, n_tokens=1, rule=rule)
         _append(span.level, n_earlier, added, record.level)  # of dropped candidates too
     added = (streams.token == 0).sum(1) * active
-    log_p = attenuating(streams, config, n_tokens=1)
+    log_p = attenuating(streams.log_score, streams.token, config, n_tokens=1)
     _append(span.log_score, span.used, added, log_p)
     _append(span.token, span.used, added, n_tokens[:, None].expand_as(streams.token))
     own = torch.arange(streams.token.shape[1], device=active.device)

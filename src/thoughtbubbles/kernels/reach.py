@@ -59,6 +59,12 @@ def _forks(token, n, S, T):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _sees(m, own, n, of_key, is_fork, T, reach):  # type: ignore[no-untyped-def]
+    """Whether queries m, of tokens `own`, see streams n nearby: themselves, and forks left of them within the reach."""
+    return (m == n) | (is_fork & (m > n) & (own - of_key <= reach) & (own < T))
+
+
+@triton.jit
 def _up_to(up_to, t, T):  # type: ignore[no-untyped-def]
     """The streams of tokens 0 … t; 0 if t is negative."""
     return tl.where(t < 0, 0, tl.load(up_to + tl.minimum(tl.maximum(t, 0), T - 1)).to(tl.int32))
@@ -104,9 +110,8 @@ def _attend_forward(  # type: ignore[no-untyped-def]
         if BIAS:
             s += tl.load(bias2 + n, mask=n < S, other=0.0)[None, :]
         of_key, is_fork = _forks(token, n, S, T)
-        near = is_fork[None, :] & (m[:, None] > n[None, :]) & (own[:, None] - of_key[None, :] <= reach)
-        near &= (own < T)[:, None]
-        s = tl.where(near | (m[:, None] == n[None, :]), s, -float("inf"))
+        near = _sees(m[:, None], own[:, None], n[None, :], of_key[None, :], is_fork[None, :], T, reach)
+        s = tl.where(near, s, -float("inf"))
         above = tl.maximum(largest, tl.max(s, 1))
         base = tl.where(above == -float("inf"), 0.0, above)  # no key yet that this query sees
         p = tl.exp2(s - base[:, None])
@@ -162,9 +167,8 @@ def _query_gradient(  # type: ignore[no-untyped-def]
         if BIAS:
             s += tl.load(bias2 + n, mask=n < S, other=0.0)[None, :]
         of_key, is_fork = _forks(token, n, S, T)
-        near = is_fork[None, :] & (m[:, None] > n[None, :]) & (own[:, None] - of_key[None, :] <= reach)
-        near &= (own < T)[:, None]
-        p = tl.where(near | (m[:, None] == n[None, :]), tl.exp2(s - logsum[:, None]), 0.0)
+        near = _sees(m[:, None], own[:, None], n[None, :], of_key[None, :], is_fork[None, :], T, reach)
+        p = tl.where(near, tl.exp2(s - logsum[:, None]), 0.0)
         ds = p * (tl.dot(do, val.T) - dot_out[:, None])
         dq = tl.dot(ds.to(key.dtype), key, dq)
     full = tl.min(own) // BN * BN
@@ -256,9 +260,8 @@ def _near_key_gradient(  # type: ignore[no-untyped-def]
         dot_out = tl.load(delta + bn * S + m, mask=m < S, other=0.0)
         own = _tokens(token, m, S)
         s = tl.dot(key, query.T) * scale2 + b2[:, None]
-        near = is_fork[:, None] & (m[None, :] > n[:, None]) & (own[None, :] - of_key[:, None] <= reach)
-        near &= (own < T)[None, :]
-        p = tl.where(near | (m[None, :] == n[:, None]), tl.exp2(s - logsum[None, :]), 0.0)
+        near = _sees(m[None, :], own[None, :], n[:, None], of_key[:, None], is_fork[:, None], T, reach)
+        p = tl.where(near, tl.exp2(s - logsum[None, :]), 0.0)
         dv = tl.dot(p.to(do.dtype), do, dv)
         ds = p * (tl.dot(val, do.T) - dot_out[None, :])
         if BIAS:

@@ -66,7 +66,8 @@ class Layout(NamedTuple):
 def find_layout(streams: Streams, config: ModelConfig, *, n_tokens: int, has_forked: bool = True) -> Layout:
     """`has_forked` is False before the first fork layer, where every score is 1."""
     position = positions(streams.token, find_bubbles(streams.token, n_tokens), streams.log_score.dtype)
-    layout = layout_at(position, attenuating(streams, config, n_tokens=n_tokens) if has_forked else None, config)
+    log_p = attenuating(streams.log_score, streams.token, config, n_tokens=n_tokens) if has_forked else None
+    layout = layout_at(position, log_p, config)
     if not has_forked or config.fork_reach is None:
         return layout
     return layout._replace(reach=Reach(streams.token, streams_up_to(streams.token, n_tokens), config.fork_reach))
@@ -77,13 +78,15 @@ def layout_at(position: Float[Tensor, "B S"], log_score: Float[Tensor, "B S"] | 
     return Layout(tables) if log_score is None else Layout(tables, *attenuation(log_score, config))
 
 
-def attenuating(streams: Streams, config: ModelConfig, *, n_tokens: int) -> Float[Tensor, "B S"]:
+def attenuating(
+    log_score: Float[Tensor, "B S"], token: Int[Tensor, "B S"], config: ModelConfig, *, n_tokens: int
+) -> Float[Tensor, "B S"]:
     """log P: the log score, or with `relative_scores` that minus the largest of the bubble."""
     if not config.relative_scores:
-        return streams.log_score
-    start, end = find_bubbles(streams.token, n_tokens)
-    most = min(config.max_bubble, streams.token.shape[1])
-    return streams.log_score - take(bubble_scan(streams.log_score, start, torch.maximum, max_bubble=most), end)
+        return log_score
+    start, end = find_bubbles(token, n_tokens)
+    most = min(config.max_bubble, token.shape[1])
+    return log_score - take(bubble_scan(log_score, start, torch.maximum, max_bubble=most), end)
 
 
 def attenuation(
