@@ -38,6 +38,7 @@ class Settings:
     selection: str = "causal"  # or "block"
     merge: str = "mixture"  # or "residual", "original", "forks"
     fork_reach: int | None = None  # forks are seen by tokens up to this far after theirs; None: by all
+    second_pass: int | None = None  # forks alone pass the blocks from this one on a second time
     gate_qk: bool = True
     gate_v: bool = True
     gate_residual: bool = True
@@ -305,6 +306,18 @@ def block(weights: Weights, settings: Settings, layer: int, streams: list[Stream
     return after
 
 
+def second_pass(
+    weights: Weights, settings: Settings, streams: list[Stream], entering: list[list[Stream]]
+) -> list[Stream]:
+    """Forks go through the last blocks again, next to originals as these were when they entered that block."""
+    original = [i + 1 == len(streams) or streams[i + 1].token != streams[i].token for i in range(len(streams))]
+    again = streams
+    for layer in range(settings.second_pass or 0, settings.n_layer):
+        before = [entering[layer][i] if original[i] else again[i] for i in range(len(streams))]
+        again = block(weights, settings, layer, before)
+    return [streams[i] if original[i] else again[i] for i in range(len(streams))]
+
+
 # ---- from ids to predictions ----------------------------------------------------------------------------------------
 
 
@@ -346,11 +359,15 @@ def run(weights: Weights, settings: Settings, ids: list[int], targets: list[int]
     """One unpadded row through the whole model."""
     streams = embed(weights, settings, ids)
     forks = []
+    entering = []  # each block
     for layer in range(settings.n_layer):
         if layer in settings.fork_layers:
             streams, record = fork_layer(weights, settings, layer, streams, len(ids))
             forks.append(record)
+        entering.append(streams)
         streams = block(weights, settings, layer, streams)
+    if settings.second_pass is not None:
+        streams = second_pass(weights, settings, streams, entering)
 
     log_probs = [merge(weights, settings, [s for s in streams if s.token == t]) for t in range(len(ids))]
     nll: list[Tensor | None] = []

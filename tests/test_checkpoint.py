@@ -30,7 +30,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "thoughtbubbles"
         {"fork_layers": (), "merge": "original"},
         {"score_bias": 1.5, "budget": 1.5},
         {"head_gate": True},
-        {"fork_reach": 0, "merge": "forks"},
+        {"fork_reach": 0, "merge": "forks", "second_pass": 3},
     ],
 )
 def test_a_model_comes_back_as_it_was(tmp_path, changes):
@@ -152,6 +152,14 @@ def change_config(folder: Path, **changes: object) -> None:
         ({"fork_reach": -1}, "fork_reach = -1: give a whole number of tokens from 0 to 16,777,216, or None"),
         ({"fork_reach": 1.5}, "fork_reach = 1.5"),
         ({"fork_reach": True}, "fork_reach = True"),
+        ({"score_noise": -1}, "score_noise = -1: give a number from 0"),
+        ({"score_noise": float("nan")}, "score_noise = nan"),
+        ({"second_pass": 3}, "second_pass = 3: later tokens must not see forks: set fork_reach=0"),
+        ({"second_pass": 2, "fork_reach": 0}, "second_pass = 2: give a block from the last fork layer on, 3 to 3"),
+        ({"second_pass": 4, "fork_reach": 0}, "second_pass = 4: give a block from the last fork layer on, 3 to 3"),
+        ({"second_pass": 3.0, "fork_reach": 0}, "second_pass = 3.0: give a block"),
+        ({"second_pass": 3, "fork_reach": 0, "merge": "original"}, "second_pass = 3: merge='original' does not read"),
+        ({"second_pass": 3, "fork_reach": 0, "fork_layers": ()}, "second_pass = 3: it is for forks, and there is no"),
         ({"fork_layers": [True]}, "fork_layers"),
         ({"fork_layers": 3}, "fork_layers = 3"),
     ],

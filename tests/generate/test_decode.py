@@ -55,6 +55,8 @@ FORMS = {
     "forks seen by three tokens": {"fork_reach": 3, "merge": "residual"},
     "forks seen by all": {"fork_reach": 100, "budget": 2},
     "private forks at once": {"fork_layers": (0, 1), "fork_reach": 0, "budget": 4},
+    "second pass": {"fork_layers": (1,), "fork_reach": 0, "second_pass": 2, "budget": 2, "merge": "forks"},
+    "second pass of many": {"fork_layers": (0, 1), "fork_reach": 0, "second_pass": 1, "budget": 4, "head_gate": True},
     "plain with gates of heads": {"fork_layers": (), "merge": "original", "head_gate": True},
 }
 
@@ -137,10 +139,13 @@ def shapes(draw):
         "head_gate": draw(st.booleans()),
         "own_scores": draw(st.booleans()),
         "relative_scores": draw(st.booleans()),
-        "fork_reach": draw(st.sampled_from([None, 0, 1, 3, 20])),
+        "fork_reach": draw(st.sampled_from([None, 0, 0, 1, 3, 20])),
         "score_scale": draw(st.sampled_from(["head", "one"])),
         "score_bias": draw(st.sampled_from([None, 0.0, 1.5, -3])),
     }
+    if config["fork_layers"] and config["fork_reach"] == 0 and config["merge"] != "original":
+        first = config["fork_layers"][-1]
+        config["second_pass"] = draw(st.sampled_from([None, *range(first, n_layer)]))
     fractions = st.fractions(1, 8, max_denominator=12)
     return {
         "config": config,

@@ -28,6 +28,7 @@ CASES = {
     "relative scores": {"relative_scores": True},
     "own scores": {"own_scores": True},
     "private forks": {"fork_reach": 0, "merge": "forks"},
+    "second pass": {"fork_layers": (1,), "fork_reach": 0, "second_pass": 2, "merge": "forks"},
     "near forks": {"fork_reach": 2},
     "forks seen for long": {"fork_reach": 11, "merge": "residual"},
 }

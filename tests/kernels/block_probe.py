@@ -89,12 +89,13 @@ class Heads:
         """Tables and scores in one dtype. Updates are gated as values are, where a test asks for it."""
         tables = Rotary(*(table.to(log_score.dtype) for table in self.rotary))
         key_bias = log_score / math.sqrt(self.head) if self.qk else None
-        return Layout(tables, key_bias, log_score.exp() if self.value else None, reach=self.reach)
+        visible = None if self.reach is None else self.reach.visible()
+        return Layout(tables, key_bias, log_score.exp() if self.value else None, reach=self.reach, visible=visible)
 
     def through_kernels(self) -> dict[str, Tensor]:
         qkv, bias, log_score = self.leaves()
         layout = self.layout(log_score)._replace(rotary=self.rotary)
-        token, up_to, near, _ = self.reach or (None, None, None, None)
+        token, up_to, near = self.reach or (None, None, None)
         out = ops.attention(
             qkv, bias, *layout.rotary, key_bias=layout.key_bias, value_gate=layout.value_gate, n_head=self.n_head,
             least_bias=self.least, token=token, up_to=up_to, reach=near,

@@ -19,7 +19,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "nano-paper": {"merge": "residual"},
     "nano-copy-3": {},
     "nano-plain": {"head_gate": True},
-    "nano-private": {"fork_reach": 0, "merge": "forks"},
+    "nano-private": {"fork_reach": 0, "merge": "forks", "second_pass": 3},
 }
 
 

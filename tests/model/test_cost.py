@@ -1,5 +1,7 @@
 """Counts: FLOPs as published, streams that equal the real ones, memory that equals what autograd saves."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 
@@ -52,6 +54,17 @@ def test_a_reach_costs_less():
     assert all_see - private == pytest.approx(13 * 6 * 768 * 1024 * 512 * 511 / 513)
 
 
+def test_a_second_pass_costs_what_its_forks_cost():
+    """Every token forks once, before block 3; forks pass blocks 6 to 15 again."""
+    once, again = (
+        cost(named("150m", merge="forks", fork_layers=(3,), fork_reach=0, second_pass=block)) for block in (None, 6)
+    )
+    products = 10 * 6 * 12 * 768**2 * 512
+    pairs = Fraction(512 * 512, 2) + Fraction(1024 * 512, 513)  # with originals, and with forks of the same token
+    assert again.flops - once.flops == pytest.approx(products + 10 * 12 * 768 * pairs)
+    assert again.parameters == once.parameters
+
+
 @pytest.mark.parametrize("form", [{"fork_layers": (), "merge": "original"}, {"budget": 1.5}])
 def test_gates_of_heads_cost_a_product_per_stream(form):
     plain, gated = (cost(named("150m", head_gate=on, **form)) for on in (False, True))
@@ -75,8 +88,12 @@ def test_streams_are_those_of_the_model(changes):
 
 @pytest.mark.parametrize(
     "config",
-    [*map(ModelConfig.named, ("nano", "nano-plain", "nano-paper")), named("nano", head_gate=True)],
-    ids=["nano", "nano-plain", "nano-paper", "head gate"],
+    [
+        *map(ModelConfig.named, ("nano", "nano-plain", "nano-paper")),
+        named("nano", head_gate=True),
+        named("nano", fork_layers=(1,), fork_reach=0, second_pass=2),
+    ],
+    ids=["nano", "nano-plain", "nano-paper", "head gate", "second pass"],
 )
 def test_memory_is_what_a_real_forward_saves(config):
     model, ids = Thoughtbubbles(config), random_ids(config, 3, 20)

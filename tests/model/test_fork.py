@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -60,6 +61,25 @@ def test_order_parentage_and_content(sizes, budget, rule, seed):
             assert neighbour == (parent, False), "a fork is directly left of its parent where that survives"
     assert after.log_score.isfinite().all()
     assert record.bubble_size[0].tolist() == [after.token[0].tolist().count(t) for t in range(n_tokens)]
+
+
+@pytest.mark.parametrize("selection", ["block", "causal"])
+def test_noise_changes_the_choice_in_training_alone(selection):
+    """Other candidates survive, never fewer than the originals, and their scores have no noise."""
+    config = small_config(budget=1.5, selection=selection, score_noise=2)
+    noisy, ids = lively_model(config), random_ids(config, 2, 14)
+    exact = lively_model(replace(config, score_noise=0))
+    with torch.random.fork_rng():
+        found = [noisy(ids, trace=True) for _ in range(3)]
+    expected = exact(ids, trace=True, want=("logits",))
+    chosen = {tuple(out.forks[0].selected.flatten().tolist()) for out in found}
+    assert len(chosen | {tuple(expected.forks[0].selected.flatten().tolist())}) == 4
+    for out in found:
+        assert torch.equal(out.forks[0].log_score, expected.forks[0].log_score)
+        for record in out.forks:
+            assert (record.bubble_size >= 1).all()
+            assert (record.bubble_size.sum(1) <= 21).all()
+    assert torch.equal(noisy.eval()(ids, want=("logits",)).logits, expected.logits)
 
 
 def test_a_fork_may_outlive_its_parent():

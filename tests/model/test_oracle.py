@@ -135,6 +135,23 @@ def test_the_reach_of_forks(merge, reach, selection, attention):
     compare(config, [6, 4], attention=attention)
 
 
+@pytest.mark.parametrize("attention", ["fused", "reference"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"fork_layers": (1,), "second_pass": 1},
+        {"fork_layers": (1,), "second_pass": 3, "selection": "block", "budget": 1.5},
+        {"second_pass": 3, "budget": 4, "head_gate": True},
+        {"fork_layers": (0, 1), "second_pass": 2, "budget": 4, "relative_scores": True},
+        {"fork_layers": (0, 2), "second_pass": 2, "budget": 3, "gate_qk": False},
+        {"fork_layers": (0,), "second_pass": 1, "gate_v": False, "gate_residual": False},
+    ],
+)
+@pytest.mark.parametrize("merge", [merge for merge in MERGES if merge != "original"])
+def test_a_second_pass_of_forks(merge, form, attention):
+    compare(small_config(merge=merge, fork_reach=0, **form), [6, 4, 1], attention=attention)
+
+
 @pytest.mark.parametrize("form", [{}, {"fork_reach": 0}, {"selection": "block"}, {"head_gate": True, "budget": 4}])
 @pytest.mark.parametrize("merge", MERGES)
 def test_relative_scores(merge, form):

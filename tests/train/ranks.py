@@ -43,7 +43,9 @@ def masked(folder: Path) -> None:
 
 
 def checkpointed(folder: Path) -> None:
-    run(folder, steps=4, compute_precision="float64", compute_activation_checkpointing=True)
+    """Also with blocks that forks go through twice."""
+    forks = {"model_fork_reach": 0, "model_merge": "forks", "model_second_pass": 3}
+    run(folder, steps=4, compute_precision="float64", compute_activation_checkpointing=True, **forks)
 
 
 def compiled(folder: Path) -> None:

@@ -18,11 +18,13 @@ import torch
 import thoughtbubbles
 from helpers import GOLDEN, SAME_FUNCTION, named, no_waiting_for_the_gpu
 from thoughtbubbles.checkpoint import load_tokenizer, save_model
+from thoughtbubbles.data.loader import Batch
 from thoughtbubbles.data.tokenizer import Bytes
 from thoughtbubbles.distributed import World
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.recipes import recipe
+from thoughtbubbles.train.data import RunData
 from thoughtbubbles.train.dry_run import check_run
 from thoughtbubbles.train.initialize import build_model, own_folder
 from thoughtbubbles.train.loop import Trainer, train
@@ -290,6 +292,24 @@ def test_padded_examples_weigh_by_their_targets(tmp_path):
     assert len({line["targets"] for line in ours if "targets" in line}) > 1
     for a, b in zip(ours, theirs, strict=True):
         assert a.get("loss") == pytest.approx(b.get("loss"), abs=SAME_FUNCTION)
+
+
+def test_columns_that_are_padding_in_every_row_are_left_out(tmp_path, monkeypatch):
+    """Where every batch may have its own shape: not if compiled."""
+    folder = uneven_examples(tmp_path / "examples")
+    options = {"compute_precision": "float64", "compute_micro_batch_size": 2, "data_mixture": (str(folder),)}
+    for is_compiled in (False, True):
+        data = RunData(small_run(tmp_path / "a", steps=3, compute_compile=is_compiled, **options), CPU)
+        batches = [*data.micro_batches(0), *data.validation_batches()]
+        widths = [32 if is_compiled else int(batch.lengths.max()) for batch in batches]
+        assert [batch.ids.shape[1] for batch in batches] == widths
+        assert [batch.targets.shape[1] for batch in batches] == widths
+    train(small_run(tmp_path / "trimmed", steps=3, **options))
+    monkeypatch.setattr(Batch, "trimmed", lambda batch: batch)
+    train(small_run(tmp_path / "padded", steps=3, **options))
+    for a, b in zip(metrics(tmp_path / "trimmed"), metrics(tmp_path / "padded"), strict=True):
+        assert a.get("loss") == pytest.approx(b.get("loss"), abs=SAME_FUNCTION)
+        assert a.get("validation_loss") == pytest.approx(b.get("validation_loss"), abs=SAME_FUNCTION)
 
 
 def test_speed_is_counted_as_everywhere(tmp_path):

@@ -46,7 +46,7 @@ def numbers(model: Thoughtbubbles, rows: Sequence[Sequence[int]], *, tokenizer: 
     for row in rows:
         with recorded(model) as kept:
             found = trace(model, row, tokenizer=tokenizer, top=0)
-        for block, each in enumerate(kept):
+        for block, each in zip(range(model.config.n_layer), kept, strict=False):  # a second pass is left out
             n_streams[block] += _used(found, block)
             sums[block] += _norms(each, _used(found, block))
     means = (sums / n_streams[:, None, None]).tolist()

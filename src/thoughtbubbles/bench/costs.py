@@ -33,9 +33,8 @@ def inspect_model(
         raise ValueError(f"--tokens {brief(tokens)}: a row of {model} has from 1 to {base.block_size} tokens")
     if not 1 <= rows <= MOST_ROWS:
         raise ValueError(f"--rows {brief(rows)}: a batch has from 1 to {MOST_ROWS:,} rows")
-    plain = replace(
-        base, fork_layers=(), merge="original", copies=1, authors_compat=False, score_bias=None, fork_reach=None
-    )
+    no_forks = replace(base, fork_layers=(), merge="original", score_bias=None, fork_reach=None, second_pass=None)
+    plain = replace(no_forks, copies=1, authors_compat=False)
     if copies is None:
         copies = (3, 5) if is_size else (base.copies,) * (base.copies > 1)
     if budgets is None:
@@ -49,7 +48,8 @@ def inspect_model(
 
 def _label(base: ModelConfig, budget: int | float) -> str:
     reach = "" if base.fork_reach is None else f", reach {base.fork_reach}"
-    return f"{base.selection}, r = {budget:g}{' (no limit)' * base.is_unlimited(budget)}{reach}"
+    again = "" if base.second_pass is None else f", forks again from block {base.second_pass}"
+    return f"{base.selection}, r = {budget:g}{' (no limit)' * base.is_unlimited(budget)}{reach}{again}"
 
 
 def find_config(model: str) -> tuple[ModelConfig, bool]:

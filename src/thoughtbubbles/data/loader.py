@@ -65,6 +65,11 @@ class Batch(NamedTuple):
     lengths: np.ndarray  # (R,) int64, at least 1
     source: np.ndarray  # (R,) int64, index into the sources
 
+    def trimmed(self) -> "Batch":
+        """Without the columns that are padding in every row."""
+        longest = int(self.lengths.max())
+        return self._replace(ids=self.ids[:, :longest], targets=self.targets[:, :longest])
+
 
 class SourceFacts(NamedTuple):
     path: Path

@@ -10,7 +10,7 @@ on a GPU the fused path is our own kernel, which adds the bias in registers (ker
 The authors' code puts log P in the last channel of k, and 1 in the last channel of q, so their bias replaces a channel
 of q·k. `Form.score_channel` reproduces this: the last channel is left out of q·k, and the bias is added as usual.
 
-With `fork_reach`, a stream sees forks of near tokens only (`Layout.reach`): both paths then take an explicit mask.
+With `fork_reach`, a stream sees forks of near tokens only: both paths then take an explicit mask (`Layout.visible`).
 
 With `head_gate`, each head's output is multiplied by σ(w·x + b) before the output projection: one number per head and
 stream, where x is the block's normalised input ("Gated Attention for Large Language Models", Qiu et al. 2025).
@@ -47,22 +47,22 @@ class Update(NamedTuple):
 
 
 def attention_weights(
-    q: Float[Tensor, "B N S H"], k: Float[Tensor, "B N S H"], layout: Layout
-) -> Float[Tensor, "B N S S"]:
+    q: Float[Tensor, "B N S H"], k: Float[Tensor, "B N K H"], layout: Layout
+) -> Float[Tensor, "B N S K"]:
     """The explicit matrix, in at least float32."""
     with torch.autocast(q.device.type, enabled=False):
         logits = at_least_float32(q) @ at_least_float32(k).mT / math.sqrt(q.shape[-1])
         if layout.key_bias is not None:
             logits = logits + layout.key_bias[:, None, None, :]
-        if layout.reach is not None:
-            hidden = ~layout.reach.visible()[:, None]
+        if layout.visible is not None:
+            hidden = ~layout.visible[:, None]
         else:  # streams are ordered by token, so what is causal in streams is causal in tokens
             hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         return logits.masked_fill(hidden, -math.inf).softmax(dim=-1)
 
 
 def reference_attention(
-    q: Float[Tensor, "B N S H"], k: Float[Tensor, "B N S H"], v: Float[Tensor, "B N S H"], layout: Layout
+    q: Float[Tensor, "B N S H"], k: Float[Tensor, "B N K H"], v: Float[Tensor, "B N K H"], layout: Layout
 ) -> Float[Tensor, "B N S H"]:
     weights = attention_weights(q, k, layout)
     with torch.autocast(q.device.type, enabled=False):
@@ -70,7 +70,7 @@ def reference_attention(
 
 
 def fused_attention(
-    q: Float[Tensor, "B N S H"], k: Float[Tensor, "B N S H"], v: Float[Tensor, "B N S H"], layout: Layout
+    q: Float[Tensor, "B N S H"], k: Float[Tensor, "B N K H"], v: Float[Tensor, "B N K H"], layout: Layout
 ) -> Float[Tensor, "B N S H"]:
     """The same function on the flash kernel of `scaled_dot_product_attention`."""
     head_size = q.shape[-1]
@@ -81,7 +81,7 @@ def fused_attention(
         k = torch.cat([k, carried[:, None].expand(-1, k.shape[1], -1, -1)], dim=-1)
         q = F.pad(F.pad(q, (0, 2), value=1.0), (0, EXTRA_CHANNELS - 2))
         v = F.pad(v, (0, EXTRA_CHANNELS))  # flash kernels require one head size for q, k and v
-    visible = None if layout.reach is None else layout.reach.visible()[:, None]
+    visible = None if layout.visible is None else layout.visible[:, None]
     scale = 1 / math.sqrt(head_size)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, scale=scale)
     return out[..., :head_size]
@@ -137,7 +137,7 @@ class Attention(torch.nn.Module):
     def forward(self, x: Float[Tensor, "B S D"], layout: Layout, path: AttentionPath) -> Update:
         if self.takes_kernel(x, path):
             # Our kernel also adds the bias of the projection (`product` is without it) and rotates q and k.
-            token, up_to, reach, _ = layout.reach or (None, None, None, None)
+            token, up_to, reach = layout.reach or (None, None, None)
             heads = ops.attention(
                 self.qkv.product(x), self.qkv.bias, *layout.rotary, key_bias=layout.key_bias,
                 value_gate=layout.value_gate, n_head=self.n_head, least_bias=layout.least_bias,

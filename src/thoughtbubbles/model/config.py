@@ -69,6 +69,9 @@ class ModelConfig:
     fork_reach: int | None = None
     """Forks are visible to their own token and to so many tokens after it; 0: to their own bubble alone. None: to all
     later tokens. Originals are always visible to all, and what nobody can see is not cached."""
+    second_pass: int | None = None
+    """Forks alone go through the blocks from this one to the last a second time: depth for the prediction, none for the
+    state. Needs `fork_reach=0`, and no fork layer after this block. None: no second pass."""
     gate_qk: bool = True
     """Add the key's log score to the attention logits."""
     gate_v: bool = True
@@ -82,6 +85,9 @@ class ModelConfig:
     relative_scores: bool = False
     """Attenuate by scores relative to the best stream of the bubble, which counts as 1: a token as a whole is never
     attenuated. Selection and merges do not change."""
+    score_noise: int | float = 0
+    """In training, forks are chosen by log scores less the absolute value of normal noise of this deviation, so that
+    candidates just below the budget are tried too. Scores themselves stay as they are."""
     score_bias: int | float | None = None
     """Initial value of the bias of the score heads. None: no bias."""
     head_gate: bool = False
@@ -131,6 +137,12 @@ class ModelConfig:
             self.score_bias,
             "give a finite number between -1e6 and 1e6, or None for no bias",
         )
+        _require(
+            is_number(self.score_noise) and 0 <= self.score_noise <= 10,
+            "score_noise",
+            self.score_noise,
+            "give a number from 0 (none) to 10",
+        )
         if self.authors_compat:
             self._check_authors_compat()
 
@@ -166,12 +178,27 @@ class ModelConfig:
             self.fork_reach,
             f"give a whole number of tokens from 0 to {most:,}, or None for no limit",
         )
+        if self.second_pass is not None:
+            self._check_second_pass()
         _require(
             self.budget_mode == "proportional" or self.selection == "block",
             "budget_mode",
             self.budget_mode,
             f"{FIXED_BUDGET} requires selection='block'",
         )
+
+    def _check_second_pass(self) -> None:
+        name, block = "second_pass", self.second_pass
+        first = self.fork_layers[-1] if self.fork_layers else self.n_layer
+        _require(bool(self.fork_layers), name, block, "it is for forks, and there is no fork layer: leave it None")
+        _require(
+            is_whole(block) and first <= block < self.n_layer,  # type: ignore[operator]
+            name,
+            block,
+            f"give a block from the last fork layer on, {first} to {self.n_layer - 1}",
+        )
+        _require(self.fork_reach == 0, name, block, "later tokens must not see forks: set fork_reach=0")
+        _require(self.merge != "original", name, block, "merge='original' does not read forks: choose another merge")
 
     def _check_authors_compat(self) -> None:
         """The authors' code supports one setting of each of these."""
@@ -183,11 +210,13 @@ class ModelConfig:
         for name, value in (
             ("copies", 1),
             ("fork_reach", None),
+            ("second_pass", None),
             ("gate_qk", True),
             ("gate_v", True),
             ("gate_residual", True),
             ("score_scale", "head"),
             ("score_bias", None),
+            ("score_noise", 0),
             ("own_scores", False),
             ("relative_scores", False),
             ("head_gate", False),

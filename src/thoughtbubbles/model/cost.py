@@ -2,7 +2,8 @@
 
 Per layer, forward + backward takes 6 · 12 D² per stream and 6 · S² · D per row of S streams (the causal half of
 attention, and of it only the visible pairs with `fork_reach`); `head_gate` adds 6 · D · N per stream, and decoding
-6 · D · V per decoded row. A third of this is the forward. Padding and activation checkpointing do not count as work.
+6 · D · V per decoded row. Forks count once more in the blocks of a second pass. A third of this is the forward. Padding
+and activation checkpointing do not count as work.
 """
 
 from fractions import Fraction
@@ -50,6 +51,11 @@ def flops(config: ModelConfig, n_tokens: int) -> int:
     width = config.width
     weights = 12 * width**2 + (width * config.n_head if config.head_gate else 0)  # of a block's matrices
     blocks = sum(6 * weights * s + 12 * width * visible_pairs(config, s, n_tokens) for s in streams)
+    if config.second_pass is not None:
+        # As many pairs as a block has beyond those of originals with originals.
+        forks, both = streams[-1] - n_tokens, visible_pairs(config, streams[-1], n_tokens)
+        pairs = both - visible_pairs(config, n_tokens, n_tokens)
+        blocks += (config.n_layer - config.second_pass) * (6 * weights * forks + 12 * width * pairs)
     return round(blocks) + 6 * width * config.vocab_size * decoded  # output projection
 
 

@@ -8,7 +8,8 @@ with `own_scores` the parent's is left out.
 
 Candidates are ordered [fork_0, keep_0, fork_1, keep_1, …] and survivors keep this order, so a fork is directly left of
 its parent. A surviving fork starts as its parent's x plus a learned embedding. Selection has no gradient: scores are
-learned through the attenuation of attention and of residual updates, and through the merge.
+learned through the attenuation of attention and of residual updates, and through the merge. With `score_noise`,
+training chooses by noisy scores.
 """
 
 from typing import NamedTuple
@@ -58,10 +59,16 @@ class ScoreHead(nn.Module):
 
 class ForkLayer(nn.Module):
     def __init__(
-        self, width: int, *, score_bias: int | float | None, levels: int = OURS.levels, own_scores: bool = False
+        self,
+        width: int,
+        *,
+        score_bias: int | float | None,
+        score_noise: int | float = 0,
+        levels: int = OURS.levels,
+        own_scores: bool = False,
     ):
         super().__init__()
-        self.levels, self.own_scores = levels, own_scores
+        self.levels, self.own_scores, self.score_noise = levels, own_scores, score_noise
         self.norm = nn.LayerNorm(width)
         self.score = ScoreHead(width, bias=score_bias)
         self.embedding = nn.Parameter(torch.empty(width))
@@ -79,7 +86,11 @@ class ForkLayer(nn.Module):
         original = is_original(streams.token, n_tokens)
         forced = torch.stack([torch.zeros_like(original), original], dim=-1).flatten(1)
 
-        level = candidate_levels(log_score, token, forced, n_tokens, levels=self.levels)
+        ranked = log_score
+        if self.training and self.score_noise:
+            # Never above 0, so that an original stays above all other candidates.
+            ranked = log_score.detach() - self.score_noise * torch.randn_like(log_score).abs()
+        level = candidate_levels(ranked, token, forced, n_tokens, levels=self.levels)
         survives = rule.survives(candidate_keys(level), token, lengths, n_tokens)
         n_streams = streams.token.shape[1]
         chosen, place = pack(survives, rule.n_slots(n_streams, n_tokens))

@@ -43,12 +43,9 @@ class Reach(NamedTuple):
     token: Int[Tensor, "B S"]
     up_to: Int[Tensor, "B T"]  # for each token, the streams of tokens up to it
     tokens: int  # that see a fork after its own: ModelConfig.fork_reach
-    matrix: Bool[Tensor, "B S S"] | None = None  # what `visible` returns, if it is computed already
 
     def visible(self) -> Bool[Tensor, "B S S"]:
-        """The matrix itself. Our kernels never need it; for other paths it is computed once for all blocks."""
-        if self.matrix is not None:
-            return self.matrix
+        """The matrix itself, which our kernels never need."""
         token, slot = self.token, slots(self.token)
         is_near = token[:, :, None] - token[:, None] <= self.tokens
         return (is_near | is_original(token, self.up_to.shape[1])[:, None]) & (slot[:, :, None] >= slot[:, None])
@@ -61,6 +58,7 @@ class Layout(NamedTuple):
     gate: Float[Tensor, "B S"] | None = None  # multiplies the residual updates
     least_bias: float = -math.inf  # a lower bound of key_bias, which makes the kernel's backward faster
     reach: Reach | None = None  # None: every stream sees all streams at or left of it
+    visible: Bool[Tensor, "B S K"] | None = None  # with a reach: what each stream sees, unless a kernel finds it
 
 
 def find_layout(streams: Streams, config: ModelConfig, *, n_tokens: int, has_forked: bool = True) -> Layout:

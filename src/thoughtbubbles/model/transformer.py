@@ -3,6 +3,7 @@
 ids (B,T) → embedding → Streams: x (B,S=T,D), log score 0, token 0 … T−1          (copy-N starts with S = N·T)
   each layer:  [fork: scores (B,S,2) → candidates (B,2S) → select under the budget → gather]
                attention at real-valued positions, attenuated by the key's score; attention and MLP updates × score
+  [second pass: forks alone through the last blocks again]
 Streams → merge per bubble → (B,T) predictions
 """
 
@@ -23,6 +24,7 @@ from thoughtbubbles.model.fork import ForkLayer, ForkRecord, ScoreHead
 from thoughtbubbles.model.initial import SkipInit, draw_normal, has_numbers
 from thoughtbubbles.model.layout import Layout, find_layout
 from thoughtbubbles.model.loss import IGNORED
+from thoughtbubbles.model.second_pass import KeysValues, keeping, second_pass
 from thoughtbubbles.model.streams import Streams, accumulation_dtype
 
 
@@ -60,6 +62,7 @@ class Thoughtbubbles(nn.Module):
                     str(layer): ForkLayer(
                         config.width,
                         score_bias=config.score_bias,
+                        score_noise=config.score_noise,
                         levels=config.form.levels,
                         own_scores=config.own_scores,
                     )
@@ -167,20 +170,28 @@ class Thoughtbubbles(nn.Module):
         )
 
     def run_layers(self, given: inputs.Inputs, path: AttentionPath) -> tuple[Streams, tuple[ForkRecord, ...]]:
-        n_tokens = given.ids.shape[1]
+        n_tokens, again = given.ids.shape[1], self.config.second_pass
         streams = self.embed(given)
         layout = self.layout(streams, n_tokens, has_forked=False)
         residual, forks = Residual(streams.x), []
+        kept: list[KeysValues] = []
         for layer, block in enumerate(self.blocks):
+            if layer == again:
+                path = keeping(path, kept)
             if layer in self.config.fork_layers:
                 streams = self.apply_update(streams, residual, layout)
                 streams, record = self.forks[str(layer)](streams, given.lengths, n_tokens=n_tokens, rule=given.rule)
                 layout, residual = self.layout(streams, n_tokens), Residual(streams.x)
-                if layout.reach is not None and not cast(Block, block).attention.takes_kernel(streams.x, path):
-                    layout = layout._replace(reach=layout.reach._replace(matrix=layout.reach.visible()))
+                takes_kernel = again is None and cast(Block, block).attention.takes_kernel(streams.x, path)
+                if layout.reach is not None and not takes_kernel:
+                    layout = layout._replace(visible=layout.reach.visible())  # once for all blocks
                 forks.append(ForkRecord(*record[:-1], layer))  # type: ignore[call-arg]
             residual = block(residual, layout, path)
-        return self.apply_update(streams, residual, layout), tuple(forks)
+        streams = self.apply_update(streams, residual, layout)
+        if again is not None:
+            blocks, attend = self.blocks[again:], PATHS[self.attention]
+            streams = second_pass(blocks, streams, layout, kept, attend, n_tokens=n_tokens)
+        return streams, tuple(forks)
 
     def layout(self, streams: Streams, n_tokens: int, *, has_forked: bool = True) -> Layout:
         return find_layout(streams, self.config, n_tokens=n_tokens, has_forked=has_forked)

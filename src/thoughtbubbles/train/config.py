@@ -93,6 +93,9 @@ class ComputeConfig:
     micro_batch_size: int | None = None
     """Rows per forward pass on one device; the rest is gradient accumulation. Default: all rows of the device."""
 
+    def compiles(self, device: str) -> bool:
+        return device == "cuda" if self.compile is None else self.compile
+
 
 @dataclass(frozen=True, kw_only=True)
 class SaveConfig:

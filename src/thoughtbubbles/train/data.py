@@ -75,6 +75,8 @@ class RunData:
         self.rows, self.world = config.rows, world
         self.micro_batch_size = config.compute.micro_batch_size or max(1, config.rows // world.size)
         self.n_micro = micro_steps(config.rows, micro_batch_size=self.micro_batch_size, world=world.size)
+        # Short examples: padding costs time. A compiled model and a CUDA graph need batches of one shape.
+        self._trims = world.device.type == "cpu" and not config.compute.compiles("cpu")
         home = made_in or config.folder
         made = Made(home=home, n_rows=config.rows * config.steps, seed=config.seed)
         sources = [made.source(Source.parse(entry)) for entry in config.data.mixture]
@@ -154,7 +156,8 @@ class RunData:
             )
             for index in range(self.n_micro)
         )
-        return [self.loader.batch(n, first, count) for first, count in parts]
+        batches = [self.loader.batch(n, first, count) for first, count in parts]
+        return [batch.trimmed() if self._trims else batch for batch in batches]
 
     def inputs(self, n: int) -> StepInputs:
         """The inputs of step n on the device. Does not wait for it: they are copied while it works on step n − 1.
@@ -173,7 +176,8 @@ class RunData:
         for index, found in enumerate(self.validation_sets):
             for batch in found:
                 ids, targets, lengths, source = (array[mine] for array in batch)
-                yield Batch(ids, targets, lengths, np.full_like(source, index))
+                own = Batch(ids, targets, lengths, np.full_like(source, index))
+                yield own.trimmed() if self._trims else own
 
     def _beginnings(self) -> list[list[int]]:
         """The first tokens of each source's validation text, or of its training text if no source has any.

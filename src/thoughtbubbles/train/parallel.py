@@ -39,8 +39,10 @@ def parallelize(model: Thoughtbubbles, world: World, compute: ComputeConfig) -> 
     if compute.activation_checkpointing:
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-    if device == "cuda" if compute.compile is None else compute.compile:
-        _compile(model, blocks=not (uses_graph(compute, world) and _is_all_kernels(model, compute, device)))
+    if compute.compiles(device):
+        is_graph_of_kernels = uses_graph(compute, world) and _is_all_kernels(model, compute, device)
+        # Attention of a second pass is given other keys in every block, each of which would be compiled by itself.
+        _compile(model, blocks=not is_graph_of_kernels and model.config.second_pass is None)
     if world.is_distributed:
         _shard(model, world, find_precision(compute, device))
 

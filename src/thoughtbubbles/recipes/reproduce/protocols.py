@@ -196,6 +196,14 @@ def screen() -> Protocol:
             )
             for layer in (0, 3, 6)
         },
+        **{
+            f"state-{layer}-again": Row(
+                what=f"`state-{layer}`, forks go through all blocks from {layer} on a second time",
+                model=forks(2, layers=(layer,), **state, second_pass=layer),
+                optim=forked,
+            )
+            for layer in (3, 6)
+        },
         "state-3-gate": Row(
             what="`state-3`, a sigmoid gate per head",
             model=forks(2, layers=(3,), **state, head_gate=True),
@@ -222,6 +230,7 @@ def screen() -> Protocol:
             model=forks(2, fork_reach=0, relative_scores=True, head_gate=True),
             optim=forked,
         ),
+        "r2-noise": Row(what="r = 2, forks chosen by scores with noise", model=forks(2, score_noise=0.5), optim=forked),
         "r2-full-writes": Row(
             what="r = 2, residual updates not attenuated", model=forks(2, gate_residual=False), optim=forked
         ),

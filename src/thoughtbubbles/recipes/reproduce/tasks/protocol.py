@@ -65,6 +65,7 @@ FORMS = {
     "copy-2": Form(what="every embedding twice", model={"copies": 2}),
     "block-r2": Form(what="block selection, 2 streams per token", model={**FORKS, "selection": "block", "budget": 2}),
     "block-r4": Form(what="block selection, 4 streams per token", model={**FORKS, "selection": "block", "budget": 4}),
+    "r1.25": Form(what="causal selection, 5 streams per 4 tokens", model={**FORKS, "budget": 1.25}),
     "r2": Form(what="causal selection, 2 streams per token", model={**FORKS, "budget": 2}),
     "r4": Form(what="causal selection, 4 streams per token", model={**FORKS, "budget": 4}),
 }

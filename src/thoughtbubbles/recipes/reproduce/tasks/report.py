@@ -19,8 +19,8 @@ from thoughtbubbles.recipes.reproduce.tasks.records import accuracy, hard_accura
 
 Records = Mapping[str, Mapping[int, Record]]  # of a task, by form and seed
 RIVALS = ("plain", "heads", "r1", "copy-2")  # what bubbles have to beat, at the same FLOPs
-BUBBLES = ("r2", "r4")
-FORKING = ("block-r2", "block-r4", "r2", "r4")
+BUBBLES = ("r1.25", "r2", "r4")
+FORKING = ("block-r2", "block-r4", "r1.25", "r2", "r4")
 
 
 def of_task(records: Mapping[str, Mapping[int, Record]], task: str) -> Records:
