@@ -1,4 +1,8 @@
-"""Shape annotations are checked at run time in tests only; every test starts from the same seed."""
+"""Shape annotations are checked at run time in tests only; every test starts from the same seed.
+
+Checking takes longer than a small model itself. The core suite has the checks; tests marked slow, most of which run the
+same code on more inputs, do without.
+"""
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -22,17 +26,17 @@ settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)
-def _same_start() -> Iterator[None]:
+def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
+    jaxtyping.config.update("jaxtyping_disable", request.node.get_closest_marker("slow") is not None)
     torch.set_num_threads(1)  # if a test has changed it: sums keep their order
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
+    jaxtyping.config.update("jaxtyping_disable", False)  # for fixtures of the next module
 
 
 @pytest.fixture
-def no_shape_checks() -> Iterator[None]:
+def no_shape_checks(_same_start: None) -> None:
     """For tests of our own errors: users have no shape checks, which would raise first."""
     jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)

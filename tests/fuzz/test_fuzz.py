@@ -16,7 +16,7 @@ from readers import NAMES, make_reader
 
 FUZZ = Path(__file__).with_name("fuzz.py")
 QUICK = 200  # inputs of a reader; of those that take long, a share of it
-MANY = 15_000  # all readers together: 100,000
+MANY = 5_000  # all readers together: 33,000
 
 
 def run_fuzz(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -104,7 +104,6 @@ def test_the_compiled_parts_are_the_same_and_compile_once():
 @pytest.mark.parametrize(
     "case",
     [
-        "short",
         "bubbles",
         "packed",
         "packed long",

@@ -22,7 +22,7 @@ def differences(
     steps: int = 3, lengths: tuple[int, ...] = (3, 7, 1), size: int | None = None, few: bool = True, **changes
 ) -> dict[str, float | bool]:
     kernels.PROGRAMS = 48 if few else 1  # 48: several parts of a short row
-    shape = {"width": 256, "n_head": 8, "n_layer": 2, "block_size": max(lengths) + 5, "vocab_size": 40}
+    shape = {"width": 128, "n_head": 4, "n_layer": 2, "block_size": max(lengths) + 5, "vocab_size": 40}
     config = small_config(**{**shape, "fork_layers": (0, 1), "merge": "residual", **changes})
     model = lively_model(config, dtype=torch.float32)
     with torch.no_grad():  # many channels of lively weights: closer to a trained model
@@ -52,17 +52,16 @@ def differences(
 if __name__ == "__main__":
     kernels.SLOTS = 16  # several turns in each part of a longer row
     cases = {
-        "short": {"n_layer": 1, "fork_layers": (0,), "steps": 2},
         "bubbles": {},
-        "packed": {"size": 9},
-        "packed long": {"lengths": (36, 40, 33), "steps": 2, "n_layer": 1, "fork_layers": (0,), "size": 5},
+        "packed": {"size": 9, "steps": 2},
+        "packed long": {"lengths": (36, 40, 33), "steps": 2, "n_layer": 1, "fork_layers": (0,), "size": 6},
         "long": {"lengths": (36, 40, 33), "steps": 1, "n_layer": 1, "fork_layers": (0,)},
         "plain": {"fork_layers": (), "merge": "original"},
         "gates of heads": {"n_layer": 1, "fork_layers": (0,), "steps": 1, "head_gate": True},
         "narrow": {"n_layer": 1, "fork_layers": (0,), "steps": 1, "width": 192, "n_head": 3},
-        "many": {"few": False, "size": 9},
+        "many": {"few": False, "size": 9, "steps": 2},
         "many with gaps": {"few": False, "n_layer": 3, "fork_layers": (0, 1, 2), "steps": 2},
-        "many plain": {"few": False, "fork_layers": (), "merge": "original"},
-        "no gates": {"gate_qk": False, "gate_v": False, "gate_residual": False},
+        "many plain": {"few": False, "fork_layers": (), "merge": "original", "steps": 2},
+        "no gates": {"gate_qk": False, "gate_v": False, "gate_residual": False, "steps": 2},
     }
     json.dump(differences(**cases[sys.argv[1]]), sys.stdout)

@@ -65,7 +65,7 @@ PACKING = graph.PackingFunctions(graph.find_packing, graph.pack_streams, graph.u
 
 if __name__ == "__main__":
     chunk.CHUNK, decode.SLOTS = chunk.Tile(16, 16, 1, 4), 16
-    decode.PROGRAMS = {"few": 48, "many": 1}[sys.argv[1]]  # whether rows are split into parts
+    decode.PROGRAMS = {"few": 12, "many": 1}[sys.argv[1]]  # whether rows are split into parts
     decode.FEW_ROWS = 1024  # the library's product in float32 is for GPUs only
     shape = {"width": 64, "n_head": 2, "n_layer": 2, "block_size": 20, "vocab_size": 40, "merge": "residual"}
     model = lively_model(small_config(**shape, fork_layers=(0, 1)), dtype=torch.float32)

@@ -104,7 +104,8 @@ def kernels(folder: Path) -> None:
     interpreter._patch_lang_tensor = accept_arrays_of_one(interpreter._patch_lang_tensor)
     set_tiles(0)
     kernels.for_blocks = lambda device, dtype: dtype == torch.bfloat16  # as if the CPU were a GPU
-    config = small_config(n_head=2, width=32, head_gate=True)  # heads of 16, which the kernels take
+    shape = {"n_head": 2, "width": 32, "n_layer": 2, "fork_layers": (1,)}  # heads of 16, which the kernels take
+    config = small_config(**shape, head_gate=True)
     assert lively_model(config).blocks[0].attention.has_kernel(torch.zeros(1, dtype=torch.bfloat16))
 
     def gradients(world: World, *, activation_checkpointing: bool) -> dict[str, torch.Tensor]:
@@ -115,7 +116,7 @@ def kernels(folder: Path) -> None:
         parallel.parallelize(
             model, world, ComputeConfig(precision="bf16", activation_checkpointing=activation_checkpointing)
         )
-        ids = random_ids(config, 2, 12)[world.rank :: world.size]
+        ids = random_ids(config, 2, 8)[world.rank :: world.size]
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(ids, targets=ids.roll(-1, 1)).loss / world.size
         loss.backward()
