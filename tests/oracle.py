@@ -46,6 +46,7 @@ class Settings:
     own_scores: bool = False
     relative_scores: bool = False
     head_gate: bool = False
+    block: str = "gpt2"  # or "modern"
 
 
 @dataclass
@@ -97,6 +98,15 @@ def layer_norm(weights: Weights, name: str, x: Tensor) -> Tensor:
     centred = x - x.sum() / len(x)
     variance = (centred * centred).sum() / len(x)
     return centred / torch.sqrt(variance + EPSILON) * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+
+def rms_norm(weights: Weights, name: str, x: Tensor) -> Tensor:
+    """y = x / sqrt(mean of squares + eps) * weight."""
+    return x / torch.sqrt((x * x).sum() / len(x) + EPSILON) * weights[f"{name}.weight"]
+
+
+def block_norm(weights: Weights, settings: Settings, name: str, x: Tensor) -> Tensor:
+    return rms_norm(weights, name, x) if settings.block == "modern" else layer_norm(weights, name, x)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -263,13 +273,18 @@ def attention_layer(weights: Weights, settings: Settings, name: str, streams: li
     width, size = settings.width, settings.width // settings.n_head
     place = positions(streams)
     log_scores = attenuation(streams, settings)
-    normed = [layer_norm(weights, f"{name}.attention_norm", stream.x) for stream in streams]
+    normed = [block_norm(weights, settings, f"{name}.attention_norm", stream.x) for stream in streams]
     qkv = [linear(weights, f"{name}.attention.qkv", x) for x in normed]
     heads: list[list[Tensor]] = [[] for _ in streams]
     for n in range(settings.n_head):
         channels = slice(n * size, (n + 1) * size)
-        queries = [rope(row[:width][channels], p) for row, p in zip(qkv, place, strict=True)]
-        keys = [rope(row[width : 2 * width][channels], p) for row, p in zip(qkv, place, strict=True)]
+        queries = [row[:width][channels] for row in qkv]
+        keys = [row[width : 2 * width][channels] for row in qkv]
+        if settings.block == "modern":
+            queries = [rms_norm(weights, f"{name}.attention.query_norm", query) for query in queries]
+            keys = [rms_norm(weights, f"{name}.attention.key_norm", key) for key in keys]
+        queries = [rope(query, p) for query, p in zip(queries, place, strict=True)]
+        keys = [rope(key, p) for key, p in zip(keys, place, strict=True)]
         values = [row[2 * width :][channels] for row in qkv]
         for i in range(len(streams)):
             visible = [j for j in range(i + 1) if sees(streams, i, j, settings.fork_reach)]
@@ -287,10 +302,14 @@ def attention_layer(weights: Weights, settings: Settings, name: str, streams: li
     return [linear(weights, f"{name}.attention.out", torch.cat(parts)) for parts in heads]
 
 
-def mlp(weights: Weights, name: str, x: Tensor) -> Tensor:
-    """W_down gelu(W_up LN(x) + b_up) + b_down."""
-    hidden = gelu(linear(weights, f"{name}.mlp.up", layer_norm(weights, f"{name}.mlp_norm", x)))
-    return linear(weights, f"{name}.mlp.down", hidden)
+def mlp(weights: Weights, settings: Settings, name: str, x: Tensor) -> Tensor:
+    """W_down gelu(W_up LN(x) + b_up) + b_down; modern: a and b are the halves of W_up RMSNorm(x) + b_up, and
+    W_down (a sigmoid(a) b) + b_down."""
+    up = linear(weights, f"{name}.mlp.up", block_norm(weights, settings, f"{name}.mlp_norm", x))
+    if settings.block == "modern":
+        gate, rest = up[: len(up) // 2], up[len(up) // 2 :]
+        return linear(weights, f"{name}.mlp.down", gate / (1.0 + torch.exp(-gate)) * rest)
+    return linear(weights, f"{name}.mlp.down", gelu(up))
 
 
 def block(weights: Weights, settings: Settings, layer: int, streams: list[Stream]) -> list[Stream]:
@@ -301,7 +320,7 @@ def block(weights: Weights, settings: Settings, layer: int, streams: list[Stream
     for stream, update, log_p in zip(streams, updates, attenuation(streams, settings), strict=True):
         gate = log_p.exp() if settings.gate_residual else 1.0
         x = stream.x + gate * update
-        x = x + gate * mlp(weights, name, x)
+        x = x + gate * mlp(weights, settings, name, x)
         after.append(Stream(x, stream.log_score, stream.token))
     return after
 

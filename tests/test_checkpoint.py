@@ -29,7 +29,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "thoughtbubbles"
         {},
         {"fork_layers": (), "merge": "original"},
         {"score_bias": 1.5, "budget": 1.5},
-        {"head_gate": True},
+        {"head_gate": True, "block": "modern"},
         {"fork_reach": 0, "merge": "forks", "second_pass": 3},
     ],
 )
@@ -152,6 +152,7 @@ def change_config(folder: Path, **changes: object) -> None:
         ({"fork_reach": -1}, "fork_reach = -1: give a whole number of tokens from 0 to 16,777,216, or None"),
         ({"fork_reach": 1.5}, "fork_reach = 1.5"),
         ({"fork_reach": True}, "fork_reach = True"),
+        ({"block": "llama"}, r"block = 'llama': choose one of \('gpt2', 'modern'\)"),
         ({"score_noise": -1}, "score_noise = -1: give a number from 0"),
         ({"score_noise": float("nan")}, "score_noise = nan"),
         ({"second_pass": 3}, "second_pass = 3: later tokens must not see forks: set fork_reach=0"),

@@ -57,6 +57,7 @@ FORMS = {
     "private forks at once": {"fork_layers": (0, 1), "fork_reach": 0, "budget": 4},
     "second pass": {"fork_layers": (1,), "fork_reach": 0, "second_pass": 2, "budget": 2, "merge": "forks"},
     "second pass of many": {"fork_layers": (0, 1), "fork_reach": 0, "second_pass": 1, "budget": 4, "head_gate": True},
+    "modern blocks": {"block": "modern"},
     "plain with gates of heads": {"fork_layers": (), "merge": "original", "head_gate": True},
 }
 

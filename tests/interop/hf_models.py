@@ -16,7 +16,7 @@ PLAIN: dict[str, Any] = {"fork_layers": (), "merge": "original"}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "copy-3": {**PLAIN, "copies": 3},
-    "gated": {**PLAIN, "head_gate": True},
+    "gated": {**PLAIN, "head_gate": True, "block": "modern"},
     "causal": {},
     "causal-residual": {"merge": "residual", "budget": 1.5},
     "private": {"fork_layers": (1, 2), "fork_reach": 0, "merge": "forks", "relative_scores": True, "second_pass": 2},

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from helpers import small_config
 from kernels import norm_probe
 from kernels.norm_probe import Found, error
 from thoughtbubbles import kernels
@@ -266,7 +267,8 @@ def operators() -> Found:
 def block(head: int, *, head_gate: bool = False) -> Found:
     """A full block on the kernels, as if the CPU were a GPU, against the reference path in float64."""
     heads = Heads(21, head)
-    module, x = Block(2 * head, 2, head_gate=head_gate), torch.randn(2, 21, 2 * head)
+    module = Block(small_config(width=2 * head, n_head=2, head_gate=head_gate))
+    x = torch.randn(2, 21, 2 * head)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     plain = module_results(module.double(), x.double(), heads.layout(heads.log_score.double()), "reference")
@@ -278,7 +280,7 @@ def block(head: int, *, head_gate: bool = False) -> Found:
 def checkpointed() -> Found:
     """A block under activation checkpointing has the bits of one that keeps everything."""
     heads = Heads(21, 16)
-    module, x = Block(32, 2), torch.randn(2, 21, 32)
+    module, x = Block(small_config(width=32, n_head=2)), torch.randn(2, 21, 32)
     layout = heads.layout(heads.log_score)
     with as_on_a_gpu():
         kept = module_results(module, x, layout, "fused")

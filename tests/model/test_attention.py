@@ -125,7 +125,7 @@ def test_gates_that_are_off_are_absent():
 def test_a_head_gate_of_zeros_halves_the_attention(path):
     """σ(0) = 1/2 for every head; a bias of −∞ closes one head, and a large one opens another."""
     torch.manual_seed(0)
-    gated_heads, plain = (Attention(12, 3, head_gate=on).double() for on in (True, False))
+    gated_heads, plain = (Attention(small_config(head_gate=on)).double() for on in (True, False))
     plain.load_state_dict({n: w for n, w in gated_heads.state_dict().items() if not n.startswith("gate.")})
     x, layout = torch.randn(2, 5, 12).double(), Layout(rotary(torch.arange(5.0).double().expand(2, 5), 4))
     with torch.no_grad():

@@ -65,6 +65,14 @@ def test_a_second_pass_costs_what_its_forks_cost():
     assert again.parameters == once.parameters
 
 
+def test_modern_blocks_cost_as_much():
+    usual, modern = (cost(named("150m-plain", block=block)) for block in ("gpt2", "modern"))
+    assert modern.flops == usual.flops  # 8/3 of a width of 768 is a multiple of 8
+    few = 16 * (2 * 64 - 2 * 768)  # norms of queries and keys, and none of the biases of LayerNorm
+    wider = 16 * (2 * 2048 - 4 * 768)  # biases of the MLPs
+    assert modern.parameters - usual.parameters == few + wider
+
+
 @pytest.mark.parametrize("form", [{"fork_layers": (), "merge": "original"}, {"budget": 1.5}])
 def test_gates_of_heads_cost_a_product_per_stream(form):
     plain, gated = (cost(named("150m", head_gate=on, **form)) for on in (False, True))

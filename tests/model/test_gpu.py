@@ -189,7 +189,7 @@ def test_a_block_on_our_kernels(streams, head, with_copies, head_gate):
     from kernels.norm_probe import error
 
     heads = random_heads(streams, head, n_head=4)
-    block = Block(4 * head, 4, head_gate=head_gate).cuda()
+    block = Block(small_config(width=4 * head, n_head=4, head_gate=head_gate)).cuda()
     x = torch.randn(2, streams, 4 * head, device="cuda")
     exact = module_results(block.double(), x.double(), heads.layout(heads.log_score.double()), "reference")
     products = MixedPrecision(block.float(), "bf16", device="cuda", is_sharded=not with_copies)

@@ -164,6 +164,20 @@ def test_own_scores(merge, form):
     compare(small_config(merge=merge, own_scores=True, **form), [6, 4])
 
 
+@pytest.mark.parametrize("attention", ["fused", "reference"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"fork_layers": (), "merge": "original"},
+        {"budget": 4, "head_gate": True},
+        {"selection": "block", "merge": "residual"},
+        {"fork_layers": (1,), "fork_reach": 0, "second_pass": 2, "merge": "forks"},
+    ],
+)
+def test_modern_blocks(form, attention):
+    compare(small_config(block="modern", **form), [6, 4], attention=attention)
+
+
 @pytest.mark.parametrize("merge", MERGES)
 def test_scores_at_their_floor(merge):
     """Score heads so steep that many scores are 1 and many are at the floor of exp(−20), where gradients stop."""

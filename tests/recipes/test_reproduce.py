@@ -133,6 +133,7 @@ def test_the_protocol_screen():
     for reach in (None, 64, 0):
         for merge in ("residual", "mixture", "forks"):
             assert usual.count(replace(r2, fork_reach=reach, merge=merge)) == 1
+    assert runs["modern-r2"].model == replace(r2, block="modern")
     assert runs["state-6-again"].model == replace(runs["state-6"].model, second_pass=6)
     late = runs["r2-late"]
     assert [late.budget_of(step) for step in (0, 5044, 5046, 6726)] == [1.0, 1.0, None, None]

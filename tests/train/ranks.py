@@ -34,7 +34,7 @@ def bf16(folder: Path) -> None:
 
 def muon(folder: Path) -> None:
     precise = {"compute_precision": "float64", "compute_micro_batch_size": 2}
-    run(folder, steps=6, **precise, optim_kind="muon", model_head_gate=True)
+    run(folder, steps=6, **precise, optim_kind="muon", model_head_gate=True, model_block="modern")
 
 
 def masked(folder: Path) -> None:

@@ -27,12 +27,13 @@ from torch import Tensor
 
 from thoughtbubbles import kernels
 from thoughtbubbles.kernels import ops
-from thoughtbubbles.model.config import OURS, Form
+from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.layout import Layout
 from thoughtbubbles.model.linear import Linear, product_dtype
 from thoughtbubbles.model.rope import rotate
 from thoughtbubbles.model.streams import at_least_float32
 
+EPSILON = 1e-5  # of RMSNorm, as of LayerNorm
 EXTRA_CHANNELS = 8  # two are needed; flash kernels require head sizes that are multiples of 8
 
 
@@ -120,16 +121,19 @@ PATHS: dict[str, AttentionPath] = {"reference": reference_attention, "fused": fu
 class Attention(torch.nn.Module):
     """Input and output projections around an attention path. Each head is a contiguous slice of the width."""
 
-    def __init__(self, width: int, n_head: int, form: Form = OURS, *, head_gate: bool = False):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.n_head, self.head_size, self.form = n_head, width // n_head, form
-        self.qkv = Linear(width, 3 * width)
-        self.out = Linear(width, width)
-        self.gate = Linear(width, n_head) if head_gate else None
+        self.n_head, self.head_size, self.form = config.n_head, config.head_size, config.form
+        self.qkv = Linear(config.width, 3 * config.width)
+        self.out = Linear(config.width, config.width)
+        self.gate = Linear(config.width, config.n_head) if config.head_gate else None
+        is_modern = config.block == "modern"
+        self.query_norm = torch.nn.RMSNorm(config.head_size, eps=EPSILON) if is_modern else None
+        self.key_norm = torch.nn.RMSNorm(config.head_size, eps=EPSILON) if is_modern else None
 
     def has_kernel(self, x: Float[Tensor, "B S D"]) -> bool:
         is_available = kernels.for_attention(x.device, product_dtype(x), head_size=self.head_size)
-        return is_available and not self.form.score_channel
+        return is_available and not self.form.score_channel and self.query_norm is None
 
     def takes_kernel(self, x: Float[Tensor, "B S D"], path: AttentionPath) -> bool:
         return path is fused_attention and self.has_kernel(x)
@@ -150,6 +154,9 @@ class Attention(torch.nn.Module):
             .transpose(1, 2)
             .split((2 * self.n_head, self.n_head), dim=1)
         )
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = q_and_k.chunk(2, dim=1)
+            q_and_k = torch.cat([self.query_norm(q), self.key_norm(k)], dim=1).to(v.dtype)
         q, k = rotate(q_and_k, layout.rotary).chunk(2, dim=1)
         if self.form.score_channel:
             q = F.pad(q[..., :-1], (0, 1))  # zero, so that it is left out of q·k

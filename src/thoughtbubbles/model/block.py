@@ -6,6 +6,9 @@ P is one number from 0 to 1 per stream, given by the fork layers (fork.py). Befo
 and this is exactly a plain GPT block. Each addition is fused with the LayerNorm after it (on a GPU, into one kernel):
 an update stays pending in `Residual` until the next norm adds it. The last update of a block is added by the next
 block; before a fork layer, and after the last block, the model adds it (`apply_update`), so it meets its own scores.
+
+`block="modern"` has RMSNorm, SwiGLU and normalised queries and keys instead: a stronger baseline, without kernels of
+ours.
 """
 
 from typing import NamedTuple
@@ -16,8 +19,8 @@ from torch import Tensor, nn
 
 from thoughtbubbles import kernels
 from thoughtbubbles.kernels import ops
-from thoughtbubbles.model.attention import Attention, AttentionPath, Update
-from thoughtbubbles.model.config import OURS, Form
+from thoughtbubbles.model.attention import EPSILON, Attention, AttentionPath, Update
+from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.layout import Layout
 from thoughtbubbles.model.linear import Linear, product_dtype
 
@@ -62,12 +65,33 @@ class AddNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps), Residual(x)
 
 
-class MLP(nn.Module):
-    def __init__(self, width: int, form: Form = OURS):
+class AddRMSNorm(nn.RMSNorm):
+    """Adds the pending update, then applies RMSNorm."""
+
+    def forward(  # type: ignore[override]
+        self, residual: Residual, gate: Float[Tensor, "B S"] | None
+    ) -> tuple[Float[Tensor, "B S D"], Residual]:
+        x = residual.total(gate)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps), Residual(x)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.form = form
-        self.up = Linear(width, 4 * width)
-        self.down = Linear(4 * width, width)
+        self.up = Linear(config.width, 2 * config.hidden)  # the gate, then what it multiplies
+        self.down = Linear(config.hidden, config.width)
+
+    def forward(self, x: Float[Tensor, "B S D"]) -> Update:
+        gate, hidden = self.up(x).chunk(2, dim=-1)
+        return Update(self.down(F.silu(gate) * hidden))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.form = config.form
+        self.up = Linear(config.width, config.hidden)
+        self.down = Linear(config.hidden, config.width)
 
     def forward(self, x: Float[Tensor, "B S D"]) -> Update:
         if self.form.tanh_gelu:
@@ -79,12 +103,13 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, n_head: int, form: Form = OURS, *, head_gate: bool = False):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.attention_norm = AddNorm(width)
-        self.attention = Attention(width, n_head, form, head_gate=head_gate)
-        self.mlp_norm = AddNorm(width)
-        self.mlp = MLP(width, form)
+        is_modern = config.block == "modern"
+        self.attention_norm = AddRMSNorm(config.width, eps=EPSILON) if is_modern else AddNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = AddRMSNorm(config.width, eps=EPSILON) if is_modern else AddNorm(config.width)
+        self.mlp = SwiGLU(config) if is_modern else MLP(config)
 
     def forward(self, residual: Residual, layout: Layout, path: AttentionPath) -> Residual:
         normed, residual = self.attention_norm(residual, layout.gate)

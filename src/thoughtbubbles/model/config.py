@@ -10,6 +10,7 @@ from thoughtbubbles.model.budget import Budget, BudgetLike, brief
 
 Selection = Literal["block", "causal"]
 Merge = Literal["mixture", "residual", "original", "forks"]
+BlockKind = Literal["gpt2", "modern"]
 ScoreScale = Literal["head", "one"]
 BudgetMode = Literal["proportional", "fixed"]
 
@@ -90,6 +91,9 @@ class ModelConfig:
     candidates just below the budget are tried too. Scores themselves stay as they are."""
     score_bias: int | float | None = None
     """Initial value of the bias of the score heads. None: no bias."""
+    block: BlockKind = "gpt2"
+    """gpt2: LayerNorm and a GELU MLP of 4 · width, as in the paper. modern: RMSNorm, a SwiGLU MLP of 8/3 · width, and
+    RMSNorm of each head's queries and keys; as many weights."""
     head_gate: bool = False
     """Multiply each head's attention output by a sigmoid gate, computed from the block's normalised input."""
     authors_compat: bool = False
@@ -115,6 +119,7 @@ class ModelConfig:
             ("selection", Selection),
             ("merge", Merge),
             ("score_scale", ScoreScale),
+            ("block", BlockKind),
         ):
             value = getattr(self, name)  # an array would be compared elementwise
             _require(isinstance(value, str) and value in get_args(kind), name, value, f"choose one of {get_args(kind)}")
@@ -208,6 +213,7 @@ class ModelConfig:
         theirs = ("residual", "original")
         _require(self.merge in theirs, "merge", self.merge, remedy.format("merge='residual' or 'original'"))
         for name, value in (
+            ("block", "gpt2"),
             ("copies", 1),
             ("fork_reach", None),
             ("second_pass", None),
@@ -239,6 +245,11 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         return self.width // self.n_head
+
+    @property
+    def hidden(self) -> int:
+        """Channels between the two products of an MLP."""
+        return 4 * self.width if self.block == "gpt2" else 8 * round(self.width / 3)
 
     @property
     def max_bubble(self) -> int:

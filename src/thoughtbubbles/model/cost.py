@@ -1,9 +1,9 @@
 """What a model costs: parameters, streams per layer, FLOPs and memory, as counted everywhere in this project.
 
-Per layer, forward + backward takes 6 · 12 D² per stream and 6 · S² · D per row of S streams (the causal half of
-attention, and of it only the visible pairs with `fork_reach`); `head_gate` adds 6 · D · N per stream, and decoding
-6 · D · V per decoded row. Forks count once more in the blocks of a second pass. A third of this is the forward. Padding
-and activation checkpointing do not count as work.
+Per layer, forward + backward takes 6 · 12 D² per stream (with `block="modern"` about as much) and 6 · S² · D per row of
+S streams (the causal half of attention, and of it only the visible pairs with `fork_reach`); `head_gate` adds 6 · D · N
+per stream, and decoding 6 · D · V per decoded row. Forks count once more in the blocks of a second pass. A third of
+this is the forward. Padding and activation checkpointing do not count as work.
 """
 
 from fractions import Fraction
@@ -49,7 +49,8 @@ def flops(config: ModelConfig, n_tokens: int) -> int:
     streams = streams_by_layer(config, n_tokens)
     decoded = streams[-1] if config.merge == "mixture" else n_tokens
     width = config.width
-    weights = 12 * width**2 + (width * config.n_head if config.head_gate else 0)  # of a block's matrices
+    weights = 4 * width**2 + (2 if config.block == "gpt2" else 3) * width * config.hidden  # of a block's matrices
+    weights += width * config.n_head if config.head_gate else 0
     blocks = sum(6 * weights * s + 12 * width * visible_pairs(config, s, n_tokens) for s in streams)
     if config.second_pass is not None:
         # As many pairs as a block has beyond those of originals with originals.

@@ -53,10 +53,7 @@ class Thoughtbubbles(nn.Module):
         self.attention = attention
         with SkipInit():
             self.embedding = nn.Embedding(config.vocab_size, config.width)
-            self.blocks = nn.ModuleList(
-                Block(config.width, config.n_head, config.form, head_gate=config.head_gate)
-                for _ in range(config.n_layer)
-            )
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
             self.forks = nn.ModuleDict(
                 {
                     str(layer): ForkLayer(
@@ -81,7 +78,7 @@ class Thoughtbubbles(nn.Module):
         | attention.qkv, attention.gate (if any), mlp.up | N(0, 0.02)                                |
         | attention.out, mlp.down (into the residual)    | N(0, 0.02 / √(2 · n_layer))               |
         | biases                                         | 0                                         |
-        | norms                                          | weight 1, bias 0                          |
+        | norms                                          | weight 1, bias (if any) 0                 |
         | forks.*.score                                  | N(0, 0.02), bias (if any) `score_bias`    |
         | forks.*.embedding                              | N(0, 1) / √D                              |
         """
@@ -93,7 +90,7 @@ class Thoughtbubbles(nn.Module):
             if isinstance(module, nn.Linear):
                 deviations[f"{name}.weight"] = into_residual if name.endswith((".out", ".down")) else 0.02
                 nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm):
+            elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
                 module.reset_parameters()
             elif isinstance(module, ScoreHead):
                 deviations[f"{name}.weight"] = 0.02

@@ -26,7 +26,8 @@ from thoughtbubbles.train.parallel import has_kernels
 def warm_up_kernels(config: ModelConfig, compute: ComputeConfig, world: World) -> Callable[[], None]:
     """Starts the compilation if the run uses our kernels on one GPU; the returned function waits for its end."""
     device = world.device
-    if world.is_distributed or not has_kernels(compute, device.type):  # FSDP's weights have another dtype
+    # FSDP's weights have another dtype.
+    if world.is_distributed or config.block != "gpt2" or not has_kernels(compute, device.type):
         return lambda: None
     residual = torch.bfloat16 if compute.residual == "bf16" else torch.float32
 
@@ -54,7 +55,7 @@ def run_two_blocks(config: ModelConfig, device: torch.device, residual: torch.dt
     if config.fork_layers:
         lengths[True] = Budget.of(config.budget).largest_floor(config.block_size)
     with SkipInit(), device:
-        block = Block(config.width, config.n_head)
+        block = Block(config)
     for has_scores, n_streams in lengths.items():
         x = torch.zeros(1, n_streams, config.width, device=device, dtype=residual, requires_grad=True)
         log_score = torch.zeros(1, n_streams, device=device, requires_grad=True)

@@ -55,13 +55,13 @@ def has_kernels(compute: ComputeConfig, device: str) -> bool:
 def _is_all_kernels(model: Thoughtbubbles, compute: ComputeConfig, device: str) -> bool:
     """Whether blocks are only our kernels and matrix products: then compiling them for a CUDA graph gains nothing.
 
-    Not the authors' form, since there are no kernels for its attention and GELU, and not with gates of heads, which the
-    compiler fuses.
+    Not the authors' form or a modern block, since there are no kernels for their attention and MLP, and not with gates
+    of heads, which the compiler fuses.
     """
-    dtype, head_size = _product_dtype(compute, device), model.config.head_size
-    is_available = kernels.for_attention(device, dtype, head_size=head_size)
-    has_kernels_only = model.attention == "fused" and model.config.form == OURS and not model.config.head_gate
-    return is_available and has_kernels_only
+    dtype, config = _product_dtype(compute, device), model.config
+    is_available = kernels.for_attention(device, dtype, head_size=config.head_size)
+    is_ours = model.attention == "fused" and config.form == OURS and config.block == "gpt2"
+    return is_available and is_ours and not config.head_gate
 
 
 def _product_dtype(compute: ComputeConfig, device: str) -> torch.dtype:

@@ -174,6 +174,7 @@ def screen() -> Protocol:
     reach: dict[str, int | None] = {"": None, "-reach64": 64, "-private": 0}
     merges = {"": "residual", "-mixture": "mixture", "-forks": "forks"}
     state = {"fork_reach": 0, "merge": "forks", "score_bias": 60}
+    modern: dict[str, Any] = {"block": "modern"}
     plain, forked = TUNED["plain"], TUNED["r2"]
     rows = {
         PLAIN: Row(what="plain GPT", optim=plain),
@@ -233,6 +234,12 @@ def screen() -> Protocol:
         "r2-noise": Row(what="r = 2, forks chosen by scores with noise", model=forks(2, score_noise=0.5), optim=forked),
         "r2-full-writes": Row(
             what="r = 2, residual updates not attenuated", model=forks(2, gate_residual=False), optim=forked
+        ),
+        "modern": Row(what="plain, with RMSNorm, SwiGLU, query-key norm", model=modern, optim=plain),
+        "modern-gate": Row(what="`modern`, a sigmoid gate per head", model={**modern, "head_gate": True}, optim=plain),
+        "modern-r2": Row(what="`r2` with the blocks of `modern`", model=forks(2, **modern), optim=forked),
+        "modern-state-3": Row(
+            what="`state-3` with the blocks of `modern`", model=forks(2, layers=(3,), **state, **modern), optim=forked
         ),
         "r2-late": Row(
             what="r = 2 in the last quarter, r = 1 before", model=forks(2), optim=forked, run={"forks_from": 0.75}
