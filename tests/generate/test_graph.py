@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from generate.reading import assert_same_state
 from helpers import BFLOAT16, SAME_FUNCTION_FLOAT32, SAME_ROW, lively_model, random_ids, small_config
 from thoughtbubbles.generate.decode import decode_step, prefill
 from thoughtbubbles.generate.graph import mean_streams, packed_sizes, widths_within
@@ -65,6 +66,9 @@ def test_a_model_without_fork_layers_has_as_many_streams_as_copies():
         ((), {}),
         ((1, 2, 3), {"relative_scores": True}),
         ((1, 2, 3), {"merge": "forks"}),
+        ((1, 2, 3), {"merge": "forks", "fork_reach": 0}),
+        ((0, 2), {"fork_reach": 0, "relative_scores": True}),
+        ((1, 3), {"fork_reach": 0, "gate_qk": False, "block": "modern"}),
     ],
 )
 def test_steps_of_fixed_width_are_the_same_steps(forks, form):
@@ -78,6 +82,9 @@ def test_steps_of_fixed_width_are_the_same_steps(forks, form):
         found, fixed = advance(model, fixed, new, torch.ones(3, dtype=torch.bool), widths=widths_within(config, 8))
         torch.testing.assert_close(found.logits, expected.logits, atol=SAME_ROW, rtol=0)
         assert torch.equal(found.streams, expected.streams)
+    assert torch.equal(fixed.streams(16), free.streams(16))
+    for row in range(3):
+        assert_same_state(fixed, row, free, row, reach=config.fork_reach)
 
 
 def probe(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
@@ -115,6 +122,8 @@ def test_the_compiled_parts_are_the_same_and_compile_once():
         "narrow",
         "gates of heads",
         "no gates",
+        "private",
+        "private, many",
     ],
 )
 def test_kernels_give_what_the_blocks_give(case):
@@ -136,7 +145,7 @@ def test_the_kernel_of_chunks_gives_what_rows_one_by_one_give(case):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", ["few", "many"])
+@pytest.mark.parametrize("rows", ["few", "many", "private"])
 def test_an_engine_on_kernels_gives_what_one_without_them_gives(rows):
     """Also where the streams of a step have no room, and it is repeated with more."""
     found = probe("kernels/engine_probe.py", rows, TRITON_INTERPRET="1")

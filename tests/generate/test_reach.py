@@ -148,13 +148,17 @@ def test_the_engine(reach, shares):
     assert (engine.stats().tokens_shared > 0) == shares
 
 
-def test_graphs_say_that_they_have_no_reach():
-    model = private()
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"fork_reach": 3}, "fork_reach = 3: compiled steps support None and 0 only"),
+        ({"fork_reach": 0, "second_pass": 3}, "second_pass = 3: compiled steps do not support it yet"),
+    ],
+)
+def test_what_compiled_steps_do_not_have(form, message):
+    model = lively_model(small_config(**form))
     _, cache = prefill(model, random_ids(model.config, 1, 4))
-    with pytest.raises(ValueError, match="fork_reach = 0: compiled steps do not support it yet"):
+    with pytest.raises(ValueError, match=message):
         GraphStep(model, cache, budget=Budget.of(2))
-
-
-def test_compiled_steps_say_that_they_have_no_reach():
-    with pytest.raises(ValueError, match="fork_reach = 0: compiled steps do not support it yet"):
-        check_compiled(True, small_config(fork_reach=0), is_cached=True, device=torch.device("cuda"))
+    with pytest.raises(ValueError, match=message):
+        check_compiled(True, model.config, is_cached=True, device=torch.device("cuda"))

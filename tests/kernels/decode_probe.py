@@ -62,6 +62,8 @@ if __name__ == "__main__":
         "many": {"few": False, "size": 9, "steps": 2},
         "many with gaps": {"few": False, "n_layer": 3, "fork_layers": (0, 1, 2), "steps": 2},
         "many plain": {"few": False, "fork_layers": (), "merge": "original", "steps": 2},
+        "private": {"fork_reach": 0, "size": 9, "steps": 2},
+        "private, many": {"few": False, "fork_reach": 0, "steps": 2, "lengths": (20, 18, 2), "merge": "forks"},
         "no gates": {"gate_qk": False, "gate_v": False, "gate_residual": False, "steps": 2},
     }
     json.dump(differences(**cases[sys.argv[1]]), sys.stdout)

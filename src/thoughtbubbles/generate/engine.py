@@ -35,7 +35,7 @@ from thoughtbubbles.generate.jobs import (
     n_ids,
 )
 from thoughtbubbles.generate.prediction import Prediction
-from thoughtbubbles.generate.reach import NO_REACH
+from thoughtbubbles.generate.reach import not_compiled
 from thoughtbubbles.generate.readers import Cached, Reader, Reading, Uncached
 from thoughtbubbles.generate.sample import BatchSampling, Draws, Picked, Transfer, pick
 from thoughtbubbles.generate.scheduler import QueueFull as QueueFull
@@ -351,8 +351,8 @@ def check_compiled(compiled: bool, config: ModelConfig, *, is_cached: bool, devi
         raise ValueError("compiling needs the cache: without it every prefix would be a new shape to compile for")
     if compiled and device.type != "cuda":
         raise ValueError("compiling needs a CUDA GPU: do not compile on other devices")
-    if compiled and config.fork_reach is not None:
-        raise ValueError(f"fork_reach = {config.fork_reach}: {NO_REACH}")
+    if compiled and (wrong := not_compiled(config)):
+        raise ValueError(wrong)
 
 
 def _needed(config: ModelConfig, budget: Budget) -> Fraction:

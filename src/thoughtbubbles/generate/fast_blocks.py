@@ -16,10 +16,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def has_kernels(model: Thoughtbubbles) -> bool:
-    """Whether the decoding kernels support this model: they have GPT-2's blocks in our form, and no reach of forks."""
+    """Whether the decoding kernels support this model: they have GPT-2's blocks in our form."""
     weight, config = model.embedding.weight, model.config
     is_available = kernels.for_decoding(weight.device, weight.dtype, width=config.width, head_size=config.head_size)
-    return is_available and config.form == OURS and config.block == "gpt2" and config.fork_reach is None
+    return is_available and config.form == OURS and config.block == "gpt2"
 
 
 def fast_blocks(

@@ -24,7 +24,7 @@ from torch import Tensor
 from thoughtbubbles.generate.cache import Cache, Span
 from thoughtbubbles.generate.fast_blocks import fast_blocks, has_kernels
 from thoughtbubbles.generate.prediction import Likeliest, Prediction
-from thoughtbubbles.generate.reach import NO_REACH
+from thoughtbubbles.generate.reach import not_compiled
 from thoughtbubbles.generate.step import Parts, View, advance, enter, next_logits, run_blocks
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
@@ -61,7 +61,7 @@ def find_packing(added: Int[Tensor, "B"], width: int, size: int) -> Packing:
 def pack_streams(x: Tensor, layout: Layout, packing: Packing) -> tuple[Tensor, Layout]:
     take = lambda kept: None if kept is None else kept.flatten(0, -1)[packing.source]  # noqa: E731
     cos, sin = (angle.flatten(0, -2)[packing.source] for angle in layout.rotary)
-    gates = Layout(Rotary(cos, sin), None, take(layout.value_gate), take(layout.gate))
+    gates = Layout(Rotary(cos, sin), take(layout.key_bias), take(layout.value_gate), take(layout.gate))
     return x.flatten(0, 1)[packing.source], gates
 
 
@@ -84,12 +84,13 @@ def run_packed(blocks: Sequence[Any], x: Tensor, span: Span, view: View, *, size
         x, layout = functions.pack(x, layout, packing)
         first = packing.first
     given = *layout.rotary, layout.value_gate
-    if decode.are_few(batch, heads):
+    if decode.are_few(batch, heads) or view.is_private:
         arrived = torch.zeros(batch * heads, dtype=torch.int32, device=x.device)
         rows = decode.Rows(first, view.added, view.used, width, packing is None, arrived)
 
         def attention(qkv: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return decode.attend(qkv, *given, key, value, view.key_bias, rows)
+            bias = (view.key_bias, layout.key_bias)
+            return decode.attend(qkv, *given, key, value, *bias, rows, is_private=view.is_private)
 
     else:
         where, table = functions.place(view, first, packing)
@@ -169,8 +170,8 @@ class GraphStep:
         budget  the largest one that a row can have
         n_ids   how many of the ids can be the likeliest one; by default all
         """
-        if model.config.fork_reach is not None:
-            raise ValueError(f"fork_reach = {model.config.fork_reach}: {NO_REACH}")
+        if wrong := not_compiled(model.config):
+            raise ValueError(wrong)
         self.model, self.cache = model, cache
         self.n_ids = model.config.vocab_size if n_ids is None else n_ids
         self.widths = widths_within(model.config, most_streams(budget, cache.capacity))

@@ -24,8 +24,16 @@ from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.layout import Layout, attenuation
 from thoughtbubbles.model.streams import at_least_float32, is_original, slots
 
-NO_REACH = "compiled steps do not support it yet: do not compile"
 NEVER = -(2**30)  # the token of a slot of the ring that holds nothing
+
+
+def not_compiled(config: ModelConfig) -> str | None:
+    """Why compiled steps (step.py) do not support this model; None if they do."""
+    if config.fork_reach:
+        return f"fork_reach = {config.fork_reach}: compiled steps support None and 0 only: do not compile"
+    if config.second_pass is not None:
+        return f"second_pass = {config.second_pass}: compiled steps do not support it yet: do not compile"
+    return None
 
 
 def ring_size(config: ModelConfig, n_forks: int, *, max_bubble: int) -> int:

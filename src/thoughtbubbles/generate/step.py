@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from thoughtbubbles.generate.cache import Cache, Span
 from thoughtbubbles.generate.prediction import Prediction
+from thoughtbubbles.generate.reach import not_compiled
 from thoughtbubbles.model import head
 from thoughtbubbles.model.attention import AttentionPath, gated
 from thoughtbubbles.model.block import Residual
@@ -39,10 +40,11 @@ class View(NamedTuple):
 
     layout: Layout
     place: Int[Tensor, "B W"]  # the slot of each new stream
-    used: Int[Tensor, "B"]  # streams cached before; new stream i attends to the slots up to used + i
+    used: Int[Tensor, "B"]  # slots used before; a new stream attends to them, and to new streams up to itself
     added: Int[Tensor, "B"]  # new streams that are kept
     unread: int  # the slot that is never read
     key_bias: Float[Tensor, "B S"] | None
+    is_private: bool  # of the new streams only the original is cached, in slot `used`
 
 
 def embed_next(model: Thoughtbubbles, ids: Int[Tensor, "B"]) -> Streams:
@@ -73,21 +75,26 @@ def enter(
         added = 2 * (streams.token == 0).sum(1) * active
         streams, record = fork(streams, n_earlier, n_tokens=1, rule=rule)
         _append(span.level, n_earlier, added, record.level)  # of dropped candidates too
-    added = (streams.token == 0).sum(1) * active
+    n_streams = (streams.token == 0).sum(1)
+    added = n_streams * active
     log_p = attenuating(streams.log_score, streams.token, config, n_tokens=1)
-    _append(span.log_score, span.used, added, log_p)
-    _append(span.token, span.used, added, n_tokens[:, None].expand_as(streams.token))
     own = torch.arange(streams.token.shape[1], device=active.device)
+    unread, is_private = span.token.shape[1] - 1, span.kept is not None
+    if span.kept is not None:
+        used, one, original = n_tokens, active.long(), n_streams[:, None] - 1
+        _append(span.log_score, used, one, log_p.gather(1, original))
+        _append(span.token, used, one, n_tokens[:, None])
+        _append(span.kept, used, one, (span.used + added)[:, None])
+        place = torch.where((own == original) & active[:, None], used[:, None], unread)
+    else:
+        used = span.used
+        _append(span.log_score, used, added, log_p)
+        _append(span.token, used, added, n_tokens[:, None].expand_as(streams.token))
+        place = torch.where(own < added[:, None], used[:, None] + own, unread)
     position = positions(streams.token, find_bubbles(streams.token, 1), streams.log_score.dtype) + n_tokens[:, None]
-    view = View(
-        layout=layout_at(position, None if fork is None else log_p, config),
-        place=torch.where(own < added[:, None], span.used[:, None] + own, span.token.shape[1] - 1),
-        used=span.used,
-        added=added,
-        unread=span.token.shape[1] - 1,
-        key_bias=None if fork is None else attenuation(span.log_score, config)[0],
-    )
-    return streams, view, span.used + added
+    key_bias = None if fork is None else attenuation(span.log_score, config)[0]
+    layout = layout_at(position, None if fork is None else log_p, config)
+    return streams, View(layout, place, used, added, unread, key_bias, is_private), span.used + added
 
 
 def _append(storage: Tensor, begin: Int[Tensor, "B"], n: Int[Tensor, "B"], values: Tensor) -> None:
@@ -103,30 +110,37 @@ def run_blocks(
 ) -> Float[Tensor, "B W D"]:
     """Runs the blocks of a span, over all of its slots."""
     slot, own = (torch.arange(n, device=x.device) for n in (span.token.shape[1], x.shape[1]))
-    visible = slot <= view.used[:, None, None, None] + own[:, None]
+    before, causal = view.used[:, None, None, None], own <= own[:, None]
     bias = torch.zeros_like(span.log_score) if view.key_bias is None else view.key_bias
-    mask = torch.where(visible, bias[:, None, None], -math.inf)
+    if view.is_private:  # slots before, then the new streams
+        mask = torch.where(slot < before, bias[:, None, None], -math.inf).expand(-1, -1, len(own), -1)
+        new = bias.new_zeros(len(x), len(own)) if view.layout.key_bias is None else view.layout.key_bias
+        mask = torch.cat([mask, torch.where(causal, new[:, None, None], -math.inf)], dim=-1)
+    else:
+        mask = torch.where(slot <= before + own[:, None], bias[:, None, None], -math.inf)
     residual = Residual(x)
     for block, key, value in zip(blocks, span.key, span.value, strict=True):
-        residual = block(residual, view.layout, cached_attention(key, value, view.place, mask))
+        residual = block(residual, view.layout, cached_attention(key, value, view, mask))
     return residual.total(view.layout.gate)
 
 
 def cached_attention(
-    key: Float[Tensor, "B N S H"],
-    value: Float[Tensor, "B N S H"],
-    place: Int[Tensor, "B W"],
-    mask: Float[Tensor, "B 1 W n"],
+    key: Float[Tensor, "B N S H"], value: Float[Tensor, "B N S H"], view: View, mask: Float[Tensor, "B 1 W n"]
 ) -> AttentionPath:
-    """Caches the new streams' keys and values, then attends over all slots; `mask` is added to the logits."""
+    """Caches the new streams' keys and values, then attends over all slots; `mask` is added to the logits.
+
+    Private forks are in no slot: then also over the new streams themselves.
+    """
 
     def path(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        index = place[:, None, :, None].expand_as(k)
-        key.scatter_(2, index, k.to(key.dtype))
-        value.scatter_(2, index, gated(v, layout).to(value.dtype))
+        index, k, v = view.place[:, None, :, None].expand_as(k), k.to(key.dtype), gated(v, layout).to(value.dtype)
+        key.scatter_(2, index, k)
+        value.scatter_(2, index, v)
         with torch.autocast(q.device.type, enabled=False):
-            keys, values = (at_least_float32(kept) for kept in (key, value))
-            return F.scaled_dot_product_attention(at_least_float32(q), keys, values, attn_mask=mask).to(v.dtype)
+            keys = torch.cat([key, k], dim=2) if view.is_private else key
+            values = torch.cat([value, v], dim=2) if view.is_private else value
+            keys, values = at_least_float32(keys), at_least_float32(values)
+            return F.scaled_dot_product_attention(at_least_float32(q), keys, values, attn_mask=mask).to(q.dtype)
 
     return path
 
@@ -157,7 +171,7 @@ def advance(
     parts: Parts = PLAIN,
 ) -> tuple[Prediction, Cache]:
     """One more token of each active row. `widths`: of the bubbles in each span, at most."""
-    assert model.config.fork_reach is None, "this cache has other slots"
+    assert not_compiled(model.config) is None
     streams, spans = embed_next(model, ids), []
     for index, (start, span) in enumerate(zip(sorted({0, *model.config.fork_layers}), cache.spans, strict=True)):
         fork = None if span.level is None else model.forks[str(start)]
@@ -165,6 +179,6 @@ def advance(
         blocks = list(model.blocks)[start : start + span.key.shape[0]]
         x = parts.blocks(blocks, streams.x, span, view)
         streams = Streams(x, streams.log_score, streams.token)
-        spans.append(Span(span.key, span.value, span.log_score, span.token, used, span.level))
+        spans.append(span._replace(used=used))
     after = Cache(tuple(spans), cache.n_tokens + active, cache.numerator, cache.denominator, cache.capacity)
     return Prediction(parts.logits(model, streams), (streams.token == 0).sum(1)), after

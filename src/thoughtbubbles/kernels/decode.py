@@ -107,14 +107,15 @@ def _add_norm(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    qkv, cos, sin, value_score, key, value, key_bias, first, count, used, out, stats, arrived, heads, scale, M, S,
-    N: tl.constexpr, ROOM: tl.constexpr, BIAS: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr,
-    PARTS: tl.constexpr, ONCE: tl.constexpr, BW: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    qkv, cos, sin, value_score, key, value, key_bias, own_bias, first, count, used, out, stats, arrived, heads, scale,
+    M, S,
+    N: tl.constexpr, ROOM: tl.constexpr, BIAS: tl.constexpr, VALUE: tl.constexpr, PRIVATE: tl.constexpr,
+    H: tl.constexpr, PARTS: tl.constexpr, ONCE: tl.constexpr, BW: tl.constexpr, BS: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Of few rows: one head of one row over one part of the cached slots; the last part has the new streams too.
 
-    The part that ends last joins all of them.
+    The part that ends last joins all of them. PRIVATE: of the new streams only the last, the original, is stored.
     """
     bn, part = tl.program_id(0), tl.program_id(1)
     b, head = bn // N, bn % N
@@ -166,10 +167,11 @@ def _attend(  # type: ignore[no-untyped-def]
         if VALUE:
             by = tl.load(value_score + stream, mask=real, other=0.0)[:, None]
             new_v = (new_v.to(tl.float32) * by).to(dtype)
-        into = (kept + w)[:, None] * H + h[None, :]
-        tl.store(key + into, new_k, mask=real[:, None])
-        tl.store(value + into, new_v, mask=real[:, None])
-        new_bias = tl.load(key_bias + b * S + kept + w, mask=real, other=0.0) if BIAS else 0.0 * w
+        stored = real & (w == n - 1) if PRIVATE else real
+        into = (kept + (0 * w if PRIVATE else w))[:, None] * H + h[None, :]
+        tl.store(key + into, new_k, mask=stored[:, None])
+        tl.store(value + into, new_v, mask=stored[:, None])
+        new_bias = tl.load(own_bias + stream, mask=real, other=0.0) if BIAS else 0.0 * w
         new_logits = tl.dot(q, tl.trans(new_k)) * scale + new_bias[None, :]
         new_logits = tl.where((w[None, :] <= w[:, None]) & real[None, :], new_logits, NOTHING)
         most, total, summed = add_to_softmax(new_logits, new_v, most, total, summed)
@@ -297,11 +299,15 @@ def attend(
     key: Float[Tensor, "B N S H"],
     value: Float[Tensor, "B N S H"],
     key_bias: Float[Tensor, "B S"] | None,
+    own_bias: Float[Tensor, "*M"] | None,
     rows: Rows,
+    *,
+    is_private: bool = False,
 ) -> Float[Tensor, "M D"]:
     """Causal attention of the new streams over all cached streams of their row and over each other.
 
     With gaps, the streams in them get something finite; without, streams past the last row's are not written.
+    is_private  only the last new stream of each row, its original, is cached
     """
     (batch, heads, slots, size), m = key.shape, qkv.shape[0]
     parts = max(1, min(triton.cdiv(slots, SLOTS), PROGRAMS // (batch * heads)))
@@ -310,10 +316,10 @@ def attend(
     joined = torch.empty(m, heads * size, dtype=qkv.dtype, device=qkv.device)
     _attend[batch * heads, parts](
         qkv, cos, sin, cos if value_score is None else value_score, key, value,
-        cos if key_bias is None else key_bias, rows.first, rows.n, rows.used, out, stats, rows.arrived, joined,
-        1 / math.sqrt(size), m, slots,
+        cos if key_bias is None else key_bias, cos if own_bias is None else own_bias, rows.first, rows.n, rows.used,
+        out, stats, rows.arrived, joined, 1 / math.sqrt(size), m, slots,
         N=heads, ROOM=rows.most if rows.has_gaps else 0, BIAS=key_bias is not None, VALUE=value_score is not None,
-        H=size, PARTS=parts, ONCE=parts * SLOTS >= slots, BW=max(16, triton.next_power_of_2(rows.most)), BS=SLOTS,
-        STAGES=STAGES, num_warps=WARPS, **ahead(key.device),
+        PRIVATE=is_private, H=size, PARTS=parts, ONCE=parts * SLOTS >= slots,
+        BW=max(16, triton.next_power_of_2(rows.most)), BS=SLOTS, STAGES=STAGES, num_warps=WARPS, **ahead(key.device),
     )  # fmt: skip
     return joined
