@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -184,8 +185,13 @@ def profile(step: GraphStep, streams: float, *, repeats: int = 5) -> list[dict[s
 
 def on_gpu(rows_tried: list[int]) -> dict[str, Any]:
     found: dict[str, Any] = {"prompt": PROMPT, "new": NEW, "copy_bytes_per_second": copy_bandwidth(), "rows": {}}
-    names = {"plain": "1.9b-plain", "bubbles, r = 2": "1.9b"}
-    models = {name: build(ModelConfig.named(size), "cuda") for name, size in names.items()}
+    bubbles = ModelConfig.named("1.9b")
+    configs = {
+        "plain": ModelConfig.named("1.9b-plain"),
+        "bubbles, r = 2": bubbles,
+        "private forks, r = 2": replace(bubbles, fork_reach=0),
+    }
+    models = {name: build(config, "cuda") for name, config in configs.items()}
     for rows in rows_tried:
         steps, cases = graphs(models, rows)
         times = graph_times(models, steps, rows)
@@ -212,14 +218,12 @@ def on_gpu(rows_tried: list[int]) -> dict[str, Any]:
                 / found["copy_bytes_per_second"],
                 "streams_per_token": streams,
             }
-        plain, forked = (cases[name]["milliseconds_per_step"] for name in names)
-        found["rows"][str(rows)] = {
-            **cases,
-            "bubbles_over_plain": forked / plain,
-        }
+        plain, forked, private = (cases[name]["milliseconds_per_step"] for name in models)
+        ratios = {"bubbles_over_plain": forked / plain, "private_over_plain": private / plain}
+        found["rows"][str(rows)] = {**cases, **ratios}
         synchronize("cuda")
-        shown = {name: {key: value for key, value in cases[name].items() if key != "profile"} for name in names}
-        print(f"{rows} rows: bubbles over plain {forked / plain:.3f}, {json.dumps(shown)}", file=sys.stderr)
+        shown = {name: {key: value for key, value in cases[name].items() if key != "profile"} for name in models}
+        print(f"{rows} rows: {json.dumps(ratios)}, {json.dumps(shown)}", file=sys.stderr)
     found["engine"] = {}
     for name, model in models.items():
         found["engine"][name] = engine_times(model, CONCURRENT)

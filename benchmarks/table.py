@@ -260,8 +260,7 @@ def decode_table() -> str:
     ]
     for record in gpu:
         for rows, case in record["rows"].items():
-            for name in ("plain", "bubbles, r = 2"):
-                model = case[name]
+            for name, model in ((name, model) for name, model in case.items() if isinstance(model, dict)):
                 lines.append(
                     f"| {record['machine']} | {rows} | {name} | {model['milliseconds_per_step']:.3f} ms | "
                     f"{model['tokens_per_second_of_steps']:,.0f} | {model['tokens_per_second']:,.0f} | "

@@ -12,7 +12,7 @@ import torch
 from helpers import lively_model, named, random_ids, small_config
 from thoughtbubbles import kernels
 from thoughtbubbles.generate.decode import decode_step, prefill
-from thoughtbubbles.generate.graph import GraphStep
+from thoughtbubbles.generate.graph import GraphStep, widths_within
 from thoughtbubbles.generate.requests import Request, generate, stream
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.generate.step import Parts, advance, enter, next_logits
@@ -20,9 +20,9 @@ from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 
-def parts() -> dict[str, Any]:
+def parts(**changes: Any) -> dict[str, Any]:
     """The compiled parts against plain steps on the CPU, and the number of compiled graphs after each step."""
-    config = small_config()
+    config = small_config(**changes)
     model, ids = lively_model(config, dtype=torch.float32), random_ids(config, 2, 16)
     compiled = [torch.compile(part, dynamic=False, fullgraph=True) for part in (enter, next_logits)]
     fast = Parts(enter=compiled[0], logits=compiled[1])
@@ -31,7 +31,7 @@ def parts() -> dict[str, Any]:
     for t in range(4, 12):
         expected, caches[0] = decode_step(model, caches[0], ids[:, t])
         active = torch.ones(2, dtype=torch.bool)
-        found, caches[1] = advance(model, caches[1], ids[:, t], active, widths=(1, 2, 4, 8), parts=fast)
+        found, caches[1] = advance(model, caches[1], ids[:, t], active, widths=widths_within(config, 8), parts=fast)
         worst = max(worst, float((found.logits - expected.logits).abs().max()))
         same &= torch.equal(found.streams, expected.streams)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -47,8 +47,10 @@ def gpu_model(**changes: Any) -> Thoughtbubbles:
 def graph() -> dict[str, Any]:
     """A graph against plain steps, each from its own cache."""
     results = {}
-    for forks, head_gate in (((3, 7, 11), False), ((), False), ((), True)):
-        model = gpu_model(fork_layers=forks, merge="residual" if forks else "original", head_gate=head_gate)
+    forking: dict[str, Any] = {"fork_layers": (3, 7, 11), "merge": "residual"}
+    plain_model: dict[str, Any] = {"fork_layers": (), "merge": "original"}
+    for form in (forking, {**forking, "fork_reach": 0}, plain_model, {**plain_model, "head_gate": True}):
+        model = gpu_model(**form)
         for rows in (1, 3, 9):
             ids = torch.randint(50000, (rows, 96), generator=torch.Generator().manual_seed(1)).cuda()
             lengths = [80 - 7 * row for row in range(rows)]
@@ -64,7 +66,7 @@ def graph() -> dict[str, Any]:
                 alike = found.streams == expected.streams
                 same.append(alike.double().mean())
                 errors.append((found.logits - expected.logits)[alike].norm() / expected.logits[alike].norm())
-            results[f"{rows} rows, forks {forks}, head gate {head_gate}"] = {
+            results[f"{rows} rows, {form}"] = {
                 "error": float(torch.stack(errors).nanmedian()),
                 "same_streams": float(torch.stack(same).mean()),
                 "same_tokens": torch.equal(fast.n_tokens, plain.n_tokens),
@@ -119,4 +121,10 @@ def generation() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    json.dump({"parts": parts, "graph": graph, "generate": generation}[sys.argv[1]](), sys.stdout)
+    checks = {
+        "parts": parts,
+        "private parts": lambda: parts(fork_layers=(1, 3), fork_reach=0),
+        "graph": graph,
+        "generate": generation,
+    }
+    json.dump(checks[sys.argv[1]](), sys.stdout)

@@ -98,8 +98,9 @@ def probe(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow  # compiles for a minute
-def test_the_compiled_parts_are_the_same_and_compile_once():
-    found = probe("generate/graph_probe.py", "parts")
+@pytest.mark.parametrize("case", ["parts", "private parts"])
+def test_the_compiled_parts_are_the_same_and_compile_once(case):
+    found = probe("generate/graph_probe.py", case)
     assert found["logits"] < SAME_FUNCTION_FLOAT32
     assert found["same_streams"]
     assert found["graphs"][0] > 0

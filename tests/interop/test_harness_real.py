@@ -76,8 +76,8 @@ def native_answers(model: ThoughtbubblesLM, task: str, data: Path, limit: int) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_native_and_harness_agree_on_real_documents(real_data, cache, tmp_path, kind):
-    """Most documents fit into 256 tokens: some are truncated and most are not."""
-    checkpoints = save_models(tmp_path, block_size=256, merge="residual")  # decodes one row per token, which saves time
+    """Most documents fit into 128 tokens: some are truncated and most are not."""
+    checkpoints = save_models(tmp_path, block_size=128, merge="residual")  # decodes one row per token, which saves time
     model = ThoughtbubblesLM(checkpoints[kind])
     folder = local_tasks(real_data, cache_dir=cache)
     for tasks, limit in REAL:

@@ -60,7 +60,7 @@ def test_a_second_pass_costs_what_its_forks_cost():
         cost(named("150m", merge="forks", fork_layers=(3,), fork_reach=0, second_pass=block)) for block in (None, 6)
     )
     products = 10 * 6 * 12 * 768**2 * 512
-    pairs = Fraction(512 * 512, 2) + Fraction(1024 * 512, 513)  # with originals, and with forks of the same token
+    pairs = Fraction(512 * 512, 2) + Fraction(512 * 512, 513)  # with originals, and with forks of the same token
     assert again.flops - once.flops == pytest.approx(products + 10 * 12 * 768 * pairs)
     assert again.parameters == once.parameters
 

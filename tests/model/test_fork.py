@@ -79,6 +79,8 @@ def test_noise_changes_the_choice_in_training_alone(selection):
         for record in out.forks:
             assert (record.bubble_size >= 1).all()
             assert (record.bubble_size.sum(1) <= 21).all()
+    with torch.no_grad():
+        assert torch.equal(noisy(ids, want=("logits",)).logits, expected.logits), "a model that generates"
     assert torch.equal(noisy.eval()(ids, want=("logits",)).logits, expected.logits)
 
 

@@ -145,6 +145,7 @@ def test_the_reach_of_forks(merge, reach, selection, attention):
         {"fork_layers": (0, 1), "second_pass": 2, "budget": 4, "relative_scores": True},
         {"fork_layers": (0, 2), "second_pass": 2, "budget": 3, "gate_qk": False},
         {"fork_layers": (0,), "second_pass": 1, "gate_v": False, "gate_residual": False},
+        {"fork_layers": (1,), "second_pass": 2, "selection": "block", "budget_mode": "fixed", "block_size": 8},
     ],
 )
 @pytest.mark.parametrize("merge", [merge for merge in MERGES if merge != "original"])

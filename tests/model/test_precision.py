@@ -38,6 +38,22 @@ def test_state_is_float32_under_autocast_and_in_a_bfloat16_model():
         assert all(record.own_log_score.dtype == torch.float32 for record in result.forks)
 
 
+def test_modern_blocks_in_bfloat16():
+    config = named("nano", block="modern", fork_layers=())
+    torch.manual_seed(0)
+    model, ids = Thoughtbubbles(config), random_ids(config, 2, 32)
+    exact = model(ids, targets=ids.roll(-1, 1)).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model(ids, targets=ids.roll(-1, 1)).loss
+    rounded.backward()
+    assert rounded.item() == pytest.approx(exact.item(), rel=1e-2)
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    model.zero_grad()
+    low = model.bfloat16()(ids, targets=ids.roll(-1, 1)).loss
+    low.backward()
+    assert low.item() == pytest.approx(exact.item(), rel=1e-2)
+
+
 @pytest.mark.parametrize("merge", ["mixture", "residual", "original"])
 def test_bfloat16_is_close_and_learns(merge):
     config = named("nano", merge=merge)

@@ -2,15 +2,18 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import thoughtbubbles
 from helpers import SAME_FUNCTION, SAME_ROW, lively_model, named, random_ids, small_config
 from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.loss import IGNORED
+from thoughtbubbles.model.second_pass import keeping
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 MERGES = ("mixture", "residual", "original")
@@ -142,6 +145,19 @@ def test_a_tiny_model_overfits_one_batch(merge, selection):
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.1
+
+
+def test_checkpointed_blocks_leave_nothing_behind():
+    """Recomputed in the backward, they must not be kept for the second pass again."""
+    config = small_config(fork_layers=(1,), fork_reach=0, second_pass=2)
+    model, ids, lists = lively_model(config), random_ids(config, 2, 9), []
+    with pytest.MonkeyPatch.context() as patch:
+        told = "thoughtbubbles.model.transformer.keeping"
+        patch.setattr(told, lambda path, kept, n: lists.append(kept) or keeping(path, kept, n))
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        model(ids, targets=ids).loss.backward()
+    assert [len(kept) for kept in lists] == [2]
 
 
 @pytest.mark.parametrize("merge", MERGES)

@@ -108,9 +108,10 @@ def test_gradient_accumulation_is_one_batch(tmp_path):
         )
 
 
-def test_activation_checkpointing_changes_nothing(tmp_path):
-    train(small_run(tmp_path / "kept", steps=3))
-    train(small_run(tmp_path / "checkpointed", steps=3, compute_activation_checkpointing=True))
+@pytest.mark.parametrize("form", [{}, {"model_fork_reach": 0, "model_second_pass": 3}])
+def test_activation_checkpointing_changes_nothing(tmp_path, form):
+    train(small_run(tmp_path / "kept", steps=3, **form))
+    train(small_run(tmp_path / "checkpointed", steps=3, compute_activation_checkpointing=True, **form))
     assert losses(tmp_path / "kept") == losses(tmp_path / "checkpointed")
     assert_same_bits(tmp_path / "kept" / "step-00000003", tmp_path / "checkpointed" / "step-00000003")
 

@@ -41,7 +41,9 @@ def inspect_model(
         budgets = (2.0, 4.0) if is_size else (base.budget,)
     variants = {"plain": plain} | {f"copy-{brief(n)}": replace(plain, copies=n) for n in copies}
     if base.fork_layers:
-        of_reach = [base] if reach is None else [base, replace(base, fork_reach=reach)]
+        of_reach = [base]
+        if reach is not None:
+            of_reach.append(replace(base, fork_reach=reach, second_pass=None if reach else base.second_pass))
         variants |= {_label(each, r): replace(each, budget=r) for r in budgets for each in of_reach}
     show_costs(model, variants, tokens=tokens or base.block_size, rows=rows)
 

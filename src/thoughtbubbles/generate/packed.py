@@ -171,10 +171,12 @@ def read(
         streams = Streams(x, streams.log_score, streams.token)
         n_earlier = 2 * used
         span.used[rows] = used + counts
+    predict = batch.last if predict is None else predict
     if config.second_pass is not None:
-        streams = _forks_again(model, streams, layout, cache.spans[-1], batch, new, held + batch.lengths)
+        again = new.is_fork & torch.isin(streams.token[0], predict)
+        streams = _forks_again(model, streams, layout, cache.spans[-1], batch, new, again, held + batch.lengths)
     cache.n_tokens[rows] = held + batch.lengths
-    return prediction_of(model, streams, batch.last if predict is None else predict, n_tokens)
+    return prediction_of(model, streams, predict, n_tokens)
 
 
 def embed(model: Thoughtbubbles, ids: Int[Tensor, "T"]) -> Streams:
@@ -252,12 +254,16 @@ def _forks_again(
     span: Span,
     batch: Batch,
     new: New,
+    again: Bool[Tensor, "M"],
     n_tokens: Int[Tensor, "B"],
 ) -> Streams:
-    """The second pass: forks see the cached originals of their rows (`n_tokens` of each) and their own bubbles."""
+    """The second pass of those forks whose tokens predict.
+
+    They see the cached originals of their rows (`n_tokens` of each) and their own bubbles.
+    """
     config = model.config
     assert config.second_pass is not None
-    fork = new.is_fork.nonzero()[:, 0]
+    fork = again.nonzero()[:, 0]
     if len(fork) == 0:
         return streams
     held = [(row, slice(n)) for row, n in zip(batch.rows.tolist(), n_tokens.tolist(), strict=True)]

@@ -51,6 +51,7 @@ def attention_weights(
     q: Float[Tensor, "B N S H"], k: Float[Tensor, "B N K H"], layout: Layout
 ) -> Float[Tensor, "B N S K"]:
     """The explicit matrix, in at least float32."""
+    assert layout.reach is None or layout.visible is not None
     with torch.autocast(q.device.type, enabled=False):
         logits = at_least_float32(q) @ at_least_float32(k).mT / math.sqrt(q.shape[-1])
         if layout.key_bias is not None:
@@ -75,6 +76,7 @@ def fused_attention(
 ) -> Float[Tensor, "B N S H"]:
     """The same function on the flash kernel of `scaled_dot_product_attention`."""
     head_size = q.shape[-1]
+    assert layout.reach is None or layout.visible is not None
     v = gated(v, layout)
     if layout.key_bias is not None:
         bias = layout.key_bias * math.sqrt(head_size)  # the kernel divides by √H
@@ -155,8 +157,9 @@ class Attention(torch.nn.Module):
             .split((2 * self.n_head, self.n_head), dim=1)
         )
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = q_and_k.chunk(2, dim=1)
-            q_and_k = torch.cat([self.query_norm(q), self.key_norm(k)], dim=1).to(v.dtype)
+            both = zip(q_and_k.chunk(2, dim=1), (self.query_norm, self.key_norm), strict=True)
+            normed = [F.rms_norm(x, x.shape[-1:], norm.weight.to(x.dtype), EPSILON) for x, norm in both]
+            q_and_k = torch.cat(normed, dim=1)
         q, k = rotate(q_and_k, layout.rotary).chunk(2, dim=1)
         if self.form.score_channel:
             q = F.pad(q[..., :-1], (0, 1))  # zero, so that it is left out of q·k

@@ -88,7 +88,8 @@ class ModelConfig:
     attenuated. Selection and merges do not change."""
     score_noise: int | float = 0
     """In training, forks are chosen by log scores less the absolute value of normal noise of this deviation, so that
-    candidates just below the budget are tried too. Scores themselves stay as they are."""
+    candidates just below the budget are tried too. Scores themselves stay as they are. The numbers drawn depend on the
+    device, the ranks and the micro-batch size."""
     score_bias: int | float | None = None
     """Initial value of the bias of the score heads. None: no bias."""
     block: BlockKind = "gpt2"

@@ -53,20 +53,22 @@ def flops(config: ModelConfig, n_tokens: int) -> int:
     weights += width * config.n_head if config.head_gate else 0
     blocks = sum(6 * weights * s + 12 * width * visible_pairs(config, s, n_tokens) for s in streams)
     if config.second_pass is not None:
-        # As many pairs as a block has beyond those of originals with originals.
-        forks, both = streams[-1] - n_tokens, visible_pairs(config, streams[-1], n_tokens)
-        pairs = both - visible_pairs(config, n_tokens, n_tokens)
+        forks = streams[-1] - n_tokens
+        pairs = visible_pairs(config, streams[-1], n_tokens, n_queries=forks)
         blocks += (config.n_layer - config.second_pass) * (6 * weights * forks + 12 * width * pairs)
     return round(blocks) + 6 * width * config.vocab_size * decoded  # output projection
 
 
-def visible_pairs(config: ModelConfig, n_streams: int, n_tokens: int) -> Fraction:
+def visible_pairs(config: ModelConfig, n_streams: int, n_tokens: int, *, n_queries: int | None = None) -> Fraction:
     """Pairs of a query and a key that it sees, in a block of one row: S²/2, or fewer if forks have a short reach.
+
+    `n_queries`: of the streams, by default all.
 
     Forks are taken to be spread evenly over the tokens: of the pairs with a fork as key, those count whose tokens are
     within the reach, a share of the pairs of tokens.
     """
-    originals, forks = Fraction(n_streams * n_tokens, 2), Fraction(n_streams * (n_streams - n_tokens), 2)
+    n_queries = n_streams if n_queries is None else n_queries
+    originals, forks = Fraction(n_queries * n_tokens, 2), Fraction(n_queries * (n_streams - n_tokens), 2)
     if config.fork_reach is None:
         return originals + forks
     near = min(config.fork_reach, n_tokens - 1)

@@ -87,7 +87,7 @@ class ForkLayer(nn.Module):
         forced = torch.stack([torch.zeros_like(original), original], dim=-1).flatten(1)
 
         ranked = log_score
-        if self.training and self.score_noise:
+        if self.training and torch.is_grad_enabled() and self.score_noise:
             # Never above 0, so that an original stays above all other candidates.
             ranked = log_score.detach() - self.score_noise * torch.randn_like(log_score).abs()
         level = candidate_levels(ranked, token, forced, n_tokens, levels=self.levels)

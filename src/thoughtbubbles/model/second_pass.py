@@ -40,11 +40,13 @@ class Seen(NamedTuple):
     visible: Bool[Tensor, "B F K"]  # by each fork
 
 
-def keeping(path: AttentionPath, kept: list[KeysValues]) -> AttentionPath:
-    """The path, which also appends each block's keys and values to `kept`."""
+def keeping(path: AttentionPath, kept: list[KeysValues], n: int) -> AttentionPath:
+    """The path, which also appends the keys and values of the first `n` blocks that call it to `kept`."""
 
     def keep(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        kept.append(KeysValues(k, gated(v, layout)))
+        found = KeysValues(k, gated(v, layout))
+        if len(kept) < n:  # activation checkpointing runs a block again, and what it then has must not stay in memory
+            kept.append(found)
         return path(q, k, v, layout)
 
     return keep
@@ -58,10 +60,14 @@ def second_pass(
     path: AttentionPath,
     *,
     n_tokens: int,
+    n_forks: int,
 ) -> Streams:
-    """The streams after it. `kept`: of all streams in these blocks, in the first pass."""
+    """The streams after it.
+
+    kept     keys and values of all streams in these blocks, in the first pass
+    n_forks  at most, in a row
+    """
     original = is_original(streams.token, n_tokens)
-    n_forks = streams.token.shape[1] - n_tokens
     if n_forks == 0:
         return streams
     # In a padded row there are fewer originals than columns: then the last columns belong to nothing.

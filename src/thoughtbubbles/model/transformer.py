@@ -174,7 +174,7 @@ class Thoughtbubbles(nn.Module):
         kept: list[KeysValues] = []
         for layer, block in enumerate(self.blocks):
             if layer == again:
-                path = keeping(path, kept)
+                path = keeping(path, kept, self.config.n_layer - layer)
             if layer in self.config.fork_layers:
                 streams = self.apply_update(streams, residual, layout)
                 streams, record = self.forks[str(layer)](streams, given.lengths, n_tokens=n_tokens, rule=given.rule)
@@ -186,8 +186,10 @@ class Thoughtbubbles(nn.Module):
             residual = block(residual, layout, path)
         streams = self.apply_update(streams, residual, layout)
         if again is not None:
-            blocks, attend = self.blocks[again:], PATHS[self.attention]
-            streams = second_pass(blocks, streams, layout, kept, attend, n_tokens=n_tokens)
+            blocks, attend, n_slots = self.blocks[again:], PATHS[self.attention], streams.token.shape[1]
+            # A row has a stream for each token; under a fixed budget a short row has as many slots as a full one.
+            n_forks = n_slots - (n_tokens if given.rule.fixed_tokens is None else 1)
+            streams = second_pass(blocks, streams, layout, kept, attend, n_tokens=n_tokens, n_forks=n_forks)
         return streams, tuple(forks)
 
     def layout(self, streams: Streams, n_tokens: int, *, has_forked: bool = True) -> Layout:

@@ -75,8 +75,9 @@ class RunData:
         self.rows, self.world = config.rows, world
         self.micro_batch_size = config.compute.micro_batch_size or max(1, config.rows // world.size)
         self.n_micro = micro_steps(config.rows, micro_batch_size=self.micro_batch_size, world=world.size)
-        # Short examples: padding costs time. A compiled model and a CUDA graph need batches of one shape.
-        self._trims = world.device.type == "cpu" and not config.compute.compiles("cpu")
+        # Short examples: padding costs time. A compiled model and a CUDA graph need batches of one shape, and all ranks
+        # must run the same blocks.
+        self._trims = world.device.type == "cpu" and not (config.compute.compiles("cpu") or world.is_distributed)
         home = made_in or config.folder
         made = Made(home=home, n_rows=config.rows * config.steps, seed=config.seed)
         sources = [made.source(Source.parse(entry)) for entry in config.data.mixture]

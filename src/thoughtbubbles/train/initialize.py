@@ -56,7 +56,8 @@ def fitting_weights(config: ModelConfig, path: Path) -> tuple[dict[str, Tensor],
         theirs = read_config(folder)
         raise ValueError(
             f"--init-from {path} does not fit the model: {wrong}. It has {theirs.n_layer} layers of "
-            f"width {theirs.width}, vocabulary {theirs.vocab_size} and fork layers {theirs.fork_layers}"
+            f"width {theirs.width} ({theirs.block} blocks), vocabulary {theirs.vocab_size} and fork layers "
+            f"{theirs.fork_layers}"
         )
     check_dtypes(folder, weights)
     return weights, fresh

@@ -59,7 +59,7 @@ def paper_range() -> tuple[float, float]:
 
 def without_forks(results: Results) -> list[str]:
     """Plain GPTs of another size or length: what a model with forks competes with at equal cost."""
-    special = {"fork_layers", "copies", "head_gate"}
+    special = {"fork_layers", "copies", "head_gate", "block"}
     return [row for row, known in results.protocol.rows.items() if row != PLAIN and not special & set(known.model)]
 
 
