@@ -12,8 +12,8 @@ from typing import Any
 
 from thoughtbubbles.files import read_object
 from thoughtbubbles.recipes.reproduce.protocols import PLAIN, PROTOCOLS, Protocol, protocol
+from thoughtbubbles.recipes.reproduce.study import Record, read_record
 
-Record = dict[str, Any]
 Value = Callable[[Record], float]
 REQUIRED = (  # what every table uses; a dot goes into a nested field
     *("version", "protocol", "row", "seed", "what", "device", "parameters", "tokens", "flops", "gpu_seconds", "curve"),
@@ -114,7 +114,9 @@ def read_results(folder: Path) -> dict[str, Results]:
 
 def read_protocol(folder: Path, name: str) -> Results:
     found = protocol(name)
-    records: dict[Path, Record] = {path: read_record(path) for path in sorted((folder / name).glob("*-seed*.json"))}
+    records: dict[Path, Record] = {
+        path: read_record(path, name, required=REQUIRED) for path in sorted((folder / name).glob("*-seed*.json"))
+    }
     _check_same(records, "version", lambda record: record["version"])
     _check_same(records, "text (its checksum)", lambda record: record["text"]["checksum"])
     _check_same(records, "kind of device", lambda record: "CPU" if is_cpu(record["device"]) else "GPU")
@@ -132,22 +134,6 @@ def read_protocol(folder: Path, name: str) -> Results:
 
 def is_cpu(device: str) -> bool:
     return " CPU, " in device
-
-
-def read_record(path: Path) -> Record:
-    record = read_object(path)
-    absent = [field for field in REQUIRED if not _has(record, field.split("."))]
-    if absent:
-        raise ValueError(f"{path}: has no {absent[0]}: it is not a record of `thoughtbubbles reproduce`, or damaged")
-    if path.stem != f"{record['row']}-seed{record['seed']}" or path.parent.name != record["protocol"]:
-        raise ValueError(f"{path}: is a record of {record['protocol']}/{record['row']}-seed{record['seed']}; rename it")
-    return record
-
-
-def _has(record: Any, names: Sequence[str]) -> bool:
-    if not names:
-        return True
-    return isinstance(record, dict) and names[0] in record and _has(record[names[0]], names[1:])
 
 
 def other_settings(found: Protocol, record: Record) -> str:

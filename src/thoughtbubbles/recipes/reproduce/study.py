@@ -6,12 +6,12 @@ studies.py lists them all.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from thoughtbubbles.files import did_you_mean, write_atomically
+from thoughtbubbles.files import did_you_mean, read_object, write_atomically
 from thoughtbubbles.train.loop import Result
 
 Record = dict[str, Any]
@@ -108,6 +108,36 @@ class Study(ABC):
             for name, row in self.rows.items():
                 if seed in row.seeds:
                     yield name, seed
+
+
+def read_record(path: Path, name: str, *, required: Iterable[str]) -> Record:
+    """A record of study `name`, which must have these fields; `text.checksum` is a field of a field."""
+    record = read_object(path)
+    absent = [field for field in required if not _has(record, field.split("."))]
+    if absent:
+        raise ValueError(f"{path}: has no {absent[0]}: it is not a record of `reproduce {name}`, or damaged")
+    study, row = record.get("protocol", name), f"{record['row']}-seed{record['seed']}"
+    if (path.stem, name) != (row, study):
+        raise ValueError(f"{path}: is a record of {study}/{row}; rename it")
+    return record
+
+
+def read_records(
+    out: Path, name: str, *, required: Iterable[str], order: Iterable[str]
+) -> dict[str, dict[int, Record]]:
+    """All of a study, by row and seed, rows in the given order."""
+    required = tuple(required)
+    found: dict[str, dict[int, Record]] = {}
+    for path in sorted((out / name).glob("*-seed*.json")):
+        record = read_record(path, name, required=required)
+        found.setdefault(record["row"], {})[record["seed"]] = record
+    return {row: dict(sorted(found[row].items())) for row in dict.fromkeys([*order, *found]) if row in found}
+
+
+def _has(record: Any, names: Sequence[str]) -> bool:
+    if not names:
+        return True
+    return isinstance(record, dict) and names[0] in record and _has(record[names[0]], names[1:])
 
 
 def as_lines(record: Record) -> str:

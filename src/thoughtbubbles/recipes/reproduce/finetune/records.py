@@ -5,10 +5,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from thoughtbubbles.files import read_object
 from thoughtbubbles.recipes.reproduce.finetune.measure import WHOLE
 from thoughtbubbles.recipes.reproduce.finetune.protocol import CLUTRR_FORMS, SETS, clutrr_rows
-from thoughtbubbles.recipes.reproduce.study import Record
+from thoughtbubbles.recipes.reproduce.study import Record, read_records
 
 REQUIRED = (
     *("version", "protocol", "row", "form", "seed", "start", "parameters", "steps", "epochs", "device", "commit"),
@@ -20,18 +19,9 @@ BySet = Mapping[str, BySeed]  # of one form of CLUTRR
 
 def read_finetune_records(out: Path, protocol: str, order: Iterable[str]) -> dict[str, dict[int, Record]]:
     """By row and seed, rows in the given order."""
-    found: dict[str, dict[int, Record]] = {}
-    for path in sorted((out / protocol).glob("*-seed*.json")):
-        record = read_object(path)
-        absent = [name for name in REQUIRED if name not in record]
-        if absent:
-            raise ValueError(f"{path}: has no {absent[0]}: it is not a record of `reproduce {protocol}`, or damaged")
-        if path.stem != f"{record['row']}-seed{record['seed']}" or record["protocol"] != protocol:
-            where = f"{record['protocol']}/{record['row']}-seed{record['seed']}"
-            raise ValueError(f"{path}: is a record of {where}; rename it")
-        found.setdefault(record["row"], {})[record["seed"]] = record
+    found = read_records(out, protocol, required=REQUIRED, order=order)
     check_same_examples(found)
-    return {row: dict(sorted(found[row].items())) for row in dict.fromkeys([*order, *found]) if row in found}
+    return found
 
 
 def check_same_examples(found: Mapping[str, BySeed]) -> None:

@@ -5,46 +5,26 @@ from pathlib import Path
 
 from thoughtbubbles.data.tasks.task import VERSION
 from thoughtbubbles.evals.hard_places import ALIKE, EASY
-from thoughtbubbles.files import read_object
-from thoughtbubbles.recipes.reproduce.study import Record
+from thoughtbubbles.recipes.reproduce.study import Record, read_records
 from thoughtbubbles.recipes.reproduce.tasks.protocol import sweep_rows, task_rows
 
 REQUIRED = (
-    *(
-        "version",
-        "task_version",
-        "row",
-        "task",
-        "form",
-        "seed",
-        "steps",
-        "flops",
-        "device",
-        "commit",
-        "command",
-        "time",
-    ),
-    *("versions", "wall_seconds", "splits"),
+    *("version", "task_version", "row", "task", "form", "seed", "steps", "flops", "device", "commit", "command"),
+    *("time", "versions", "wall_seconds", "splits"),
 )
 
 
 def read_task_records(out: Path, name: str = "tasks") -> dict[str, dict[int, Record]]:
     """By row and seed, rows in the order of the protocol. `name`: tasks or tasks-sweep."""
-    found: dict[str, dict[int, Record]] = {}
-    for path in sorted((out / name).glob("*-seed*.json")):
-        record = read_object(path)
-        absent = [field for field in REQUIRED if field not in record]
-        if absent:
-            raise ValueError(f"{path}: has no {absent[0]}: it is not a record of `reproduce {name}`, or damaged")
-        if path.stem != f"{record['row']}-seed{record['seed']}":
-            raise ValueError(f"{path}: is a record of {record['row']}-seed{record['seed']}; rename it")
+    order = task_rows() if name == "tasks" else sweep_rows()
+    found = read_records(out, name, required=REQUIRED, order=order)
+    for record in (record for seeds in found.values() for record in seeds.values()):
         if record["task_version"] != VERSION:
+            path = out / name / f"{record['row']}-seed{record['seed']}.json"
             raise ValueError(
                 f"{path}: is of version {record['task_version']} of the tasks, now {VERSION}; run it again"
             )
-        found.setdefault(record["row"], {})[record["seed"]] = record
-    order = [*(task_rows() if name == "tasks" else sweep_rows()), *found]
-    return {row: dict(sorted(found[row].items())) for row in dict.fromkeys(order) if row in found}
+    return found
 
 
 def accuracy(record: Record, split: str, *, work: range | None = None) -> float:

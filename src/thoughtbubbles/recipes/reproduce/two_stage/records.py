@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from thoughtbubbles.files import read_object
-from thoughtbubbles.recipes.reproduce.study import Record
+from thoughtbubbles.recipes.reproduce.study import Record, read_records
 from thoughtbubbles.recipes.reproduce.two_stage.protocol import ROWS
 
 NAME = "two-stage"
@@ -11,23 +10,17 @@ STAGES = ("one", "two")
 REQUIRED = (
     *("version", "row", "seed", "what", "text", "substitution", "device", "commit", "versions", "command", "time"),
     *("wall_seconds", *STAGES),
+    *(
+        f"{stage}.{name}"
+        for stage in STAGES
+        for name in ("config", "data", "steps", "tokens", "wall_seconds", "validation", "forks", "benchmarks")
+    ),
 )
-OF_A_STAGE = ("config", "data", "steps", "tokens", "wall_seconds", "validation", "forks", "benchmarks")
 
 
 def read_two_stage(out: Path) -> dict[str, dict[int, Record]]:
     """By row and seed, rows in the order of the protocol."""
-    found: dict[str, dict[int, Record]] = {}
-    for path in sorted((out / NAME).glob("*-seed*.json")):
-        record = read_object(path)
-        absent = [name for name in REQUIRED if name not in record]
-        absent = absent or [f"{stage}.{name}" for stage in STAGES for name in OF_A_STAGE if name not in record[stage]]
-        if absent:
-            raise ValueError(f"{path}: has no {absent[0]}: it is not a record of `reproduce {NAME}`, or damaged")
-        if path.stem != f"{record['row']}-seed{record['seed']}":
-            raise ValueError(f"{path}: is a record of {record['row']}-seed{record['seed']}; rename it")
-        found.setdefault(record["row"], {})[record["seed"]] = record
-    return {row: dict(sorted(found[row].items())) for row in dict.fromkeys([*ROWS, *found]) if row in found}
+    return read_records(out, NAME, required=REQUIRED, order=ROWS)
 
 
 def streams(stage: Record) -> float:
