@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thoughtbubbles.recipes.reproduce.protocols import PLAIN
-from thoughtbubbles.recipes.reproduce.records import Record, Results, nats
+from thoughtbubbles.recipes.reproduce.records import Results, nats
+from thoughtbubbles.recipes.reproduce.study import Record
 
 T_QUANTILES = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}  # 97.5 %, by degrees of freedom
 

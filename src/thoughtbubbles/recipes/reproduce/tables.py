@@ -8,7 +8,8 @@ from typing import Any
 from thoughtbubbles.files import read_object
 from thoughtbubbles.recipes.reproduce.compare_rows import autoregressive_gap, difference, signed
 from thoughtbubbles.recipes.reproduce.protocols import PLAIN, TUNED
-from thoughtbubbles.recipes.reproduce.records import Record, Results, gpu_seconds, is_cpu, nats, parameters, tokens
+from thoughtbubbles.recipes.reproduce.records import Results, gpu_seconds, is_cpu, nats, parameters, tokens
+from thoughtbubbles.recipes.reproduce.study import Record
 from thoughtbubbles.train.forks import QUANTILE_NAMES
 
 NONE_YET = "Not measured yet."
