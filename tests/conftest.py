@@ -1,12 +1,13 @@
 """Shape annotations are checked at run time in tests only; every test starts from the same seed.
 
-Checking takes longer than a small model itself. The core suite has the checks; tests marked slow, most of which run the
-same code on more inputs, do without.
+Checking takes longer than a small model itself, so not all tests do it: those of the model that are not slow, and a
+file of each folder that has annotated functions.
 """
 
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import jaxtyping
 import pytest
@@ -20,6 +21,12 @@ if torch.cuda.is_available() and find_spec("triton"):  # Triton reads a kernel's
 # Before the rest of the package is imported: every annotated function then checks the shapes it is given and returns.
 jaxtyping.install_import_hook("thoughtbubbles", "beartype.beartype")
 
+FOLDER = Path(__file__).parent
+WITH_SHAPE_CHECKS = [
+    *(FOLDER / name for name in ("model", "generate/test_decode.py", "train/test_step.py", "evals/test_likelihood.py")),
+    *(FOLDER / name for name in ("analysis/test_analyze.py", "interop/test_hf_model.py")),
+]
+
 torch.set_num_threads(1)  # tests run side by side; here for module fixtures too, which run before those of a test
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
@@ -27,13 +34,15 @@ settings.load_profile("repeatable")
 
 @pytest.fixture(autouse=True)
 def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
-    jaxtyping.config.update("jaxtyping_disable", request.node.get_closest_marker("slow") is not None)
+    is_checked = any(place in (request.path, *request.path.parents) for place in WITH_SHAPE_CHECKS)
+    is_slow = request.node.get_closest_marker("slow") is not None
+    jaxtyping.config.update("jaxtyping_disable", is_slow or not is_checked)
     torch.set_num_threads(1)  # if a test has changed it: sums keep their order
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
-    jaxtyping.config.update("jaxtyping_disable", False)  # for fixtures of the next module
+    jaxtyping.config.update("jaxtyping_disable", True)  # in fixtures of the next module
 
 
 @pytest.fixture

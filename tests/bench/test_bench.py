@@ -38,6 +38,7 @@ def agreement(ready, reference, batch, row=1):
     return compare(ready.model, reference, batch, row=row, forward_backward=run)
 
 
+@pytest.mark.slow
 def test_the_numbers_belong_together():
     names = ["nano-plain-double", "nano-r4-causal-mixture", "nano-r2-block-residual", "nano-r2-private-residual"]
     cases, reported = find_cases(names, rows=3), []

@@ -123,6 +123,7 @@ def children(process):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the worker processes through Linux's /proc")
 def test_killed_from_outside_with_its_workers(corpus, uninterrupted, tmp_path):
     out = tmp_path / "out"
@@ -160,6 +161,7 @@ def test_a_killed_worker(corpus, uninterrupted, tmp_path):
     assert contents(out) == uninterrupted
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the worker processes through Linux's /proc")
 def test_workers_killed_while_they_send(corpus, tmp_path):
     """Half a result is in the pipe, and the rest will never come: the parent must not wait for it."""

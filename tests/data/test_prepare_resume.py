@@ -126,6 +126,7 @@ def test_a_journal_of_wrong_kinds_is_refused(half_prepared, path, value):
         journal.write_text(good)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", [lambda shard: shard.unlink(), lambda shard: shard.write_bytes(b"ab")])
 def test_shards_that_were_written_before_must_still_be_there(harm, tmp_path, monkeypatch):
     """In a finished and in a half-finished folder."""

@@ -157,6 +157,7 @@ def test_processes_that_write_at_the_same_time_agree(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "data"]
 
 
+@pytest.mark.slow
 def test_the_standard_library_as_data(tmp_path):
     folder = tmp_path / "data"
     write_stdlib(folder)

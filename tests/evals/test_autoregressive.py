@@ -61,7 +61,9 @@ CAUSAL = [
 ]
 
 
-@pytest.mark.parametrize("changes", CAUSAL, ids=str)
+@pytest.mark.parametrize(
+    "changes", [CAUSAL[0], *(pytest.param(c, marks=pytest.mark.slow) for c in CAUSAL[1:])], ids=str
+)
 def test_through_the_cache_a_causal_model_gives_the_parallel_losses(changes):
     model = small_model(**changes)
     windows = ragged_windows(model.config)
@@ -132,6 +134,7 @@ def test_the_cached_approximation_is_the_causal_rule_with_the_same_weights():
     assert torch.equal(found.likeliest[windows.counted], greedy[windows.counted])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", [blockwise, through_cache, without_cache])
 @pytest.mark.parametrize("selection", ["causal", "block"])
 def test_the_size_of_batches_and_padding_change_nothing(score, selection):

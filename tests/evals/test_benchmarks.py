@@ -155,6 +155,7 @@ def test_answers_are_what_the_model_says(models, questions, tmp_path, form):
     assert 0 < len(written[2]["text"]) <= NEW
 
 
+@pytest.mark.slow
 def test_a_killed_benchmark_resumes(models, questions, tmp_path):
     """A truncated line is answered again, the others are not."""
     tasks = ("lambada", "clutrr", "gsm8k")
@@ -214,6 +215,7 @@ def test_a_part_first_and_the_rest_later(models, questions, tmp_path):
     assert same(numbers(every), numbers(evaluate(models["causal"], questions, tmp_path / "b", tasks=("piqa",))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["causal", "block"])
 def test_the_budget_is_the_one_asked_for(models, questions, tmp_path, form):
     """For choices and for generated answers; the proportional budget replaces a fixed one in the config."""

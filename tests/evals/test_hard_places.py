@@ -42,7 +42,9 @@ def one_by_one(model: Thoughtbubbles, task: str, split: str) -> tuple[dict[str, 
     return {work: fmean(found) for work, found in right.items()}, {work: len(found) for work, found in right.items()}
 
 
-@pytest.mark.parametrize("task", ["parity", "permute", "copy"])
+@pytest.mark.parametrize(
+    "task", ["permute", *(pytest.param(name, marks=pytest.mark.slow) for name in ("parity", "copy"))]
+)
 @pytest.mark.parametrize("changes", [{}, {"fork_layers": (), "merge": "original"}], ids=["causal", "plain"])
 def test_accuracy_is_that_of_single_predictions(task: str, changes: dict[str, Any]):
     model = model_of(**changes)

@@ -356,6 +356,7 @@ def test_concurrent_commands_do_not_truncate_each_others_answers(tmp_path):
 # Several budgets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selection", ["causal", "block"])
 def test_budgets_are_compared_on_the_same_tokens_and_documents(questions, corpus, tmp_path, selection):
     folder = save(tmp_path / "model", seed=0, selection=selection)

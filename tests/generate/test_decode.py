@@ -175,6 +175,7 @@ def test_any_shape(case):
         assert_same_state(read.cache, i, cache, i, reach=config.fork_reach)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merge", MERGES)
 def test_steps_in_float32(merge):
     """To 1e-4, except where noise flips a decision on an edge of the rounding; such cases are few."""
@@ -212,10 +213,8 @@ def test_steps_equal_the_oracle():
     assert read.cache.streams(10)[0].tolist() == result.forks[-1].bubble_size
 
 
-@pytest.mark.parametrize(
-    "merge",
-    ["mixture", pytest.param("residual", marks=pytest.mark.slow), pytest.param("original", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("merge", ["mixture", "residual", "original"])
 def test_greedy_text_of_256_tokens_is_the_same_with_and_without_the_cache(merge):
     config = ModelConfig(
         n_layer=2, n_head=2, width=16, vocab_size=61, block_size=272, fork_layers=(0, 1), merge=merge, budget=1.5

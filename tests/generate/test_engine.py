@@ -250,6 +250,7 @@ def test_text_and_stop_strings():
     assert handle.completion.finish == "stop"
 
 
+@pytest.mark.slow
 def test_threads_submit_while_one_steps():
     engine = Engine(model(), rows=3, chunk=8)
     requests = [replace(each, sampling=replace(each.sampling, seed=seed)) for seed in (0, 5) for each in mixed()]

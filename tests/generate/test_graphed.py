@@ -42,6 +42,7 @@ class CompiledInterleaving(Interleaving):
     options = {"compiled": True}  # noqa: RUF012
 
 
+@pytest.mark.slow
 def test_any_interleaving_gives_each_row_what_it_gets_alone():
     run_state_machine_as_test(
         CompiledInterleaving, settings=settings(max_examples=15, stateful_step_count=25, deadline=None)

@@ -34,6 +34,9 @@ CASES = {
 }
 
 
+QUICK = ("mixture", "plain", "second pass", "near forks")
+
+
 def storage(model: Thoughtbubbles, rows: int) -> Cache:
     dtype = model.embedding.weight.dtype
     return new_cache(model.config, rows=rows, capacity=CAPACITY, budget=Budget.of(8), dtype=dtype, device="cpu")
@@ -81,7 +84,10 @@ def interleave(model: Thoughtbubbles, *, seed: int, texts: int = 7, rows: int = 
     return checked
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
 def test_any_interleaving_predicts_what_a_prefill_does(case):
     model = lively_model(small_config(block_size=CAPACITY, **CASES[case]), seed=3)
     assert interleave(model, seed=0) > 10
@@ -130,6 +136,7 @@ def test_a_copied_prefix_is_as_if_read(case):
     check_same(found, 0, model, ids[:12], 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1,) * 20, (3, 1, 7, 9)], ids=["single tokens", "pieces"])
 def test_of_equal_scores_the_earlier_wins(sizes):
     """A text of one repeated token has equal scores throughout."""

@@ -59,6 +59,7 @@ def test_memory_is_as_predicted(reach):
         assert cache.memory() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reach", [0, 2, 9])
 def test_a_grown_cache_continues_like_one_that_was_large_from_the_start(reach):
     model = private(reach, budget=4)

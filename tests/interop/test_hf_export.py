@@ -68,15 +68,9 @@ def site_packages() -> str:
     return os.pathsep.join(dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib")))
 
 
-@pytest.mark.parametrize(
-    ("version", "kinds"),
-    [
-        ("newest", ("gated", "causal", "block-residual")),
-        pytest.param("newest", KINDS, marks=pytest.mark.slow),
-        pytest.param("oldest", KINDS, marks=pytest.mark.slow),
-    ],
-)
-def test_a_fresh_process_without_the_package(tmp_path, version, kinds):
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["newest", "oldest"])
+def test_a_fresh_process_without_the_package(tmp_path, version):
     paths = site_packages()
     if version == "oldest":
         oldest = Path(sys.prefix) / "oldest-hf"
@@ -84,7 +78,7 @@ def test_a_fresh_process_without_the_package(tmp_path, version, kinds):
             pytest.skip("the oldest transformers is not installed here: `make test-all` does it")
         paths = f"{oldest}{os.pathsep}{paths}"
     cores, folders = {}, []
-    for kind in kinds:
+    for kind in KINDS:
         cores[kind] = model_in(tmp_path / kind / "native", kind)
         folders.append(str(export(tmp_path / kind / "native", out=tmp_path / kind / "out")))
     process = subprocess.run(
@@ -99,7 +93,7 @@ def test_a_fresh_process_without_the_package(tmp_path, version, kinds):
     assert found["version"].startswith("5.17.") == (version == "oldest")
     assert found["tokenizer"] == (tokenizer("bytes").encode("fork"), 16)
     assert "custom code" in found["asked"]
-    for kind, folder in zip(kinds, folders, strict=True):
+    for kind, folder in zip(KINDS, folders, strict=True):
         check_like_ours(cores[kind], tmp_path / kind / "native", found[folder])
 
 

@@ -65,6 +65,7 @@ def test_a_budget_for_each_row(tmp_path):
     assert model.generate(**batch(PROMPTS), max_new_tokens=6, **GREEDY)[:, 7:].tolist() != expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "copies", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2, "top_k": 1}], ids=str
 )
@@ -86,6 +87,7 @@ def test_a_budget_for_each_row_and_all_its_texts(tmp_path, copies, use_cache):
     assert torch.equal(same, model.generate(**batch(PROMPTS), **options, budget=1.5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given", [{}, {"generation_config": GenerationConfig(max_new_tokens=9, **GREEDY)}], ids=["", "config"]
 )

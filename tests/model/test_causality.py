@@ -64,6 +64,7 @@ def test_a_prefix_alone_equals_the_prefix_inside(merge, budget):
         torch.testing.assert_close(alone, whole[:, :t], atol=SAME_ROW, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merge", MERGES)
 def test_prefixes_in_float32(merge):
     """To 1e-4, except where noise flips a decision on an edge of the rounding; such cases are few."""

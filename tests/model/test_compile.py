@@ -23,7 +23,7 @@ needs_compiler = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "check",
     [
-        "one graph",
+        pytest.param("one graph", marks=pytest.mark.slow),
         pytest.param("one graph, other forms", marks=pytest.mark.slow),
         pytest.param("every way to call", marks=pytest.mark.slow),
         pytest.param("autocast", marks=pytest.mark.slow),
