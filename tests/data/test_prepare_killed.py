@@ -71,9 +71,9 @@ print(n, resumed, len(whole))
 @pytest.mark.parametrize(
     ("kind", "stride"),
     [
-        ("text", 1),
+        pytest.param("text", 1, marks=pytest.mark.slow),
         ("examples", 3),
-        ("text with a validation set", 3),
+        pytest.param("text with a validation set", 3, marks=pytest.mark.slow),
         pytest.param("text with a vocabulary of its own", 2, marks=pytest.mark.slow),
     ],
 )

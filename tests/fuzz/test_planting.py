@@ -24,6 +24,7 @@ def test_nothing_to_plant_is_a_failure(monkeypatch):
         planted.main(["--only", "nowhere"])
 
 
+@pytest.mark.slow
 def test_a_fault_that_is_caught_is_a_success(monkeypatch, tmp_path, capsys):
     """A test outside of the copied tree sees the copy, since it comes first on its path."""
     test = tmp_path / "test_it.py"

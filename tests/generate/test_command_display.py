@@ -116,6 +116,7 @@ def test_a_character_has_the_colour_of_the_token_that_completes_it():
     assert bubbles.digits == "324"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bubbles", [(), ("--show-bubbles",)])
 def test_stop_strings_are_not_shown(folders, bubbles, capsys):
     arguments = (PROMPT, "--checkpoint", folders["causal"], "--max-new", "40", *EXACT)

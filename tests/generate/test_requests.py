@@ -34,6 +34,7 @@ def test_a_mixed_batch_is_each_request_alone(model, method):
     assert {completion.finish for completion in together} >= {"length", "stop"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_the_size_of_a_batch_does_not_matter(model, batch_size):
     requests = varied()

@@ -220,6 +220,7 @@ def test_results_of_other_settings_have_another_name(checkpoints):
     assert name("causal", budget=2)[-8:] == every[0][-8:]  # which is the model's own
 
 
+@pytest.mark.slow
 def test_other_questions_and_another_config_are_not_overwritten(checkpoints, tmp_path):
     """The same checkpoint, with weights that are the same to the last bit."""
     folder, found = Path(shutil.copytree(checkpoints["causal"], tmp_path / "model")), []

@@ -52,7 +52,7 @@ def test_the_reach_of_forks_is_causal(merge, form):
         torch.testing.assert_close(alone, a[:, :t], atol=SAME_ROW, rtol=0)
 
 
-@pytest.mark.parametrize("budget", [1, 1.15, 1.5, 2, 4])
+@pytest.mark.parametrize("budget", [1.5, *(pytest.param(r, marks=pytest.mark.slow) for r in (1, 1.15, 2, 4))])
 @pytest.mark.parametrize("merge", MERGES)
 def test_a_prefix_alone_equals_the_prefix_inside(merge, budget):
     config = small_config(merge=merge, budget=budget)

@@ -241,7 +241,7 @@ print(extra_peak_bytes(lambda: case.step("{form}"), device="cpu"))
 @pytest.mark.parametrize(
     ("form", "bubbles", "low", "high"),
     [
-        ("ours", True, 0, 200e6),
+        pytest.param("ours", True, 0, 200e6, marks=pytest.mark.slow),
         pytest.param("ours", False, 0, 200e6, marks=pytest.mark.slow),
         # At least the logits; how many copies of them torch makes differs between processors.
         pytest.param("dense", False, 4096 * 50304 * 4, 9e9, marks=pytest.mark.slow),

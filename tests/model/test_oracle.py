@@ -18,6 +18,7 @@ from helpers import (
 from thoughtbubbles.model.config import ModelConfig, every_fourth_layer
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
+SLOW_REFERENCE = pytest.param("reference", marks=pytest.mark.slow)
 MERGES = ("mixture", "residual", "original", "forks")
 BUDGETS = (1, 1.1, 1.15, 1.5, 2, 4)
 
@@ -126,8 +127,8 @@ def test_one_token(merge, budget, selection):
     compare(small_config(merge=merge, budget=budget, selection=selection), [1])
 
 
-@pytest.mark.parametrize("attention", ["fused", "reference"])
-@pytest.mark.parametrize("selection", ["causal", "block"])
+@pytest.mark.parametrize("attention", ["fused", SLOW_REFERENCE])
+@pytest.mark.parametrize("selection", ["causal", pytest.param("block", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("reach", [0, 1, 3])
 @pytest.mark.parametrize("merge", MERGES)
 def test_the_reach_of_forks(merge, reach, selection, attention):
@@ -135,7 +136,7 @@ def test_the_reach_of_forks(merge, reach, selection, attention):
     compare(config, [6, 4], attention=attention)
 
 
-@pytest.mark.parametrize("attention", ["fused", "reference"])
+@pytest.mark.parametrize("attention", ["fused", SLOW_REFERENCE])
 @pytest.mark.parametrize(
     "form",
     [
@@ -148,7 +149,9 @@ def test_the_reach_of_forks(merge, reach, selection, attention):
         {"fork_layers": (1,), "second_pass": 2, "selection": "block", "budget_mode": "fixed", "block_size": 8},
     ],
 )
-@pytest.mark.parametrize("merge", [merge for merge in MERGES if merge != "original"])
+@pytest.mark.parametrize(
+    "merge", ["forks", *(pytest.param(merge, marks=pytest.mark.slow) for merge in ("mixture", "residual"))]
+)
 def test_a_second_pass_of_forks(merge, form, attention):
     compare(small_config(merge=merge, fork_reach=0, **form), [6, 4, 1], attention=attention)
 
@@ -165,7 +168,7 @@ def test_own_scores(merge, form):
     compare(small_config(merge=merge, own_scores=True, **form), [6, 4])
 
 
-@pytest.mark.parametrize("attention", ["fused", "reference"])
+@pytest.mark.parametrize("attention", ["fused", SLOW_REFERENCE])
 @pytest.mark.parametrize(
     "form",
     [

@@ -221,6 +221,7 @@ def test_the_context_of_a_model_must_have_room_for_questions_and_answers(home, t
     assert Gsm8kStudy().block_size == 512
 
 
+@pytest.mark.slow
 def test_records_of_other_examples_are_noticed_before_training(done, answered, home, tmp_path):
     """With another tokenizer or set, examples are always other ones: that is no mistake."""
     data = tmp_path / "data"

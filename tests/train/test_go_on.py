@@ -128,6 +128,7 @@ def test_a_damaged_description_is_one_line(once, tmp_path, text, message):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["constant", "wsd"])
 def test_a_longer_run_is_the_one_that_had_that_length_from_the_start(schedule, tmp_path):
     """Extended twice within its warm-up, which was 3 of 4 steps: for a run of 8 steps that is a fraction of 3/8."""
