@@ -15,8 +15,8 @@ from mutate import Files
 from readers import NAMES, make_reader
 
 FUZZ = Path(__file__).with_name("fuzz.py")
-QUICK = 60  # inputs of a reader; of those that take long, a share of it
-MANY = 5_000  # all readers together: 33,000
+QUICK = 200  # inputs of a reader; of those that take long, a share of it
+MANY = 15_000  # all readers together: 100,000
 
 
 def run_fuzz(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -45,7 +45,7 @@ def test_a_few_inputs_of_every_reader():
     names = [name for name in NAMES if name != "commands"]
     found = fuzzed("--inputs", QUICK, *(word for name in names for word in ("--reader", name)))
     assert not found["findings"], in_words(found["findings"])
-    assert sum(numbers["inputs"] for numbers in found["readers"].values()) > 350
+    assert sum(numbers["inputs"] for numbers in found["readers"].values()) > 1200
 
 
 @pytest.mark.slow

@@ -433,8 +433,8 @@ def quick() -> dict[str, Callable[[], Found]]:
 def full() -> dict[str, Callable[[], Found]]:
     gates = [(True, True), (True, False), (False, True), (False, False)]
     lengths = (1, 5, 16, 33, 64, 70, 130)
-    sizes = [(streams, 16, qk, value) for streams in (1, 33, 70) for qk, value in gates]
-    sizes += [(streams, (16, 32, 64)[i % 3], *gates[i % 2]) for i, streams in enumerate(lengths)]
+    sizes = [(streams, 16, qk, value) for streams in lengths for qk, value in gates]
+    sizes += [(streams, head, True, True) for streams in lengths for head in (32, 64)]
     return {
         **{str(size): lambda size=size: Heads(*size[:2], qk=size[2], value=size[3]).errors() for size in sizes},
         **{
@@ -451,8 +451,8 @@ def full() -> dict[str, Callable[[], Found]]:
         "a reach without end is none": unlimited_reach,
         **{f"low, {s} streams": lambda s=s: Heads(s, 32, low=-60.0).errors() for s in (16, 70)},
         "very low, not bounded": lambda: Heads(70, 16, low=-450.0, high=-400.0, value=False, is_bounded=False).errors(),
-        **{f"strong {i}": strong for i in range(2)},
-        **{f"unused slots {i}": unused_slots for i in range(2)},
+        **{f"strong {i}": strong for i in range(4)},
+        **{f"unused slots {i}": unused_slots for i in range(4)},
         "strided": strided,
         "half": half,
         "what is kept": what_is_kept,

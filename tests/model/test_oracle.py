@@ -129,7 +129,7 @@ def test_one_token(merge, budget, selection):
 
 @pytest.mark.parametrize("attention", ["fused", SLOW_REFERENCE])
 @pytest.mark.parametrize("selection", ["causal", pytest.param("block", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("reach", [0, 1, 3])
+@pytest.mark.parametrize("reach", [0, 1, 3, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("merge", MERGES)
 def test_the_reach_of_forks(merge, reach, selection, attention):
     config = small_config(merge=merge, fork_reach=reach, selection=selection, budget=4 if reach else 2)

@@ -27,12 +27,12 @@ from thoughtbubbles.generate.chunk_blocks import Chunk, RunChunk, run_chunk
 from thoughtbubbles.generate.fast_blocks import has_kernels
 from thoughtbubbles.generate.prediction import Prediction
 from thoughtbubbles.generate.reach import groups_of, near_attention, slots_of
+from thoughtbubbles.generate.second_pass import cached_second_pass
 from thoughtbubbles.model import head
-from thoughtbubbles.model.attention import PATHS, AttentionPath, gated
+from thoughtbubbles.model.attention import AttentionPath, gated
 from thoughtbubbles.model.block import Residual
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.layout import Layout, attenuating, attenuation, layout_at
-from thoughtbubbles.model.second_pass import KeysValues, Seen, forks_again, layout_of
 from thoughtbubbles.model.selection import STRIDE, UNUSED, candidate_keys, select_causal
 from thoughtbubbles.model.streams import (
     Streams,
@@ -173,8 +173,9 @@ def read(
         span.used[rows] = used + counts
     predict = batch.last if predict is None else predict
     if config.second_pass is not None:
-        again = new.is_fork & torch.isin(streams.token[0], predict)
-        streams = _forks_again(model, streams, layout, cache.spans[-1], batch, new, again, held + batch.lengths)
+        again = (new.is_fork & torch.isin(streams.token[0], predict)).nonzero()[:, 0]
+        of_rows = dict(zip(rows.tolist(), (held + batch.lengths).tolist(), strict=True))
+        streams = cached_second_pass(model, streams, layout, cache.spans[-1], again, new.row, new.token, of_rows)
     cache.n_tokens[rows] = held + batch.lengths
     return prediction_of(model, streams, predict, n_tokens)
 
@@ -245,47 +246,6 @@ def attention_to_near(
     last = ~new.is_fork
     span.kept[where[0][last], new.token[last]] = (before + 1)[last].to(span.kept.dtype)
     return partial(near_attention, where=where, groups=groups)
-
-
-def _forks_again(
-    model: Thoughtbubbles,
-    streams: Streams,
-    layout: Layout,
-    span: Span,
-    batch: Batch,
-    new: New,
-    again: Bool[Tensor, "M"],
-    n_tokens: Int[Tensor, "B"],
-) -> Streams:
-    """The second pass of those forks whose tokens predict.
-
-    They see the cached originals of their rows (`n_tokens` of each) and their own bubbles.
-    """
-    config = model.config
-    assert config.second_pass is not None
-    fork = again.nonzero()[:, 0]
-    if len(fork) == 0:
-        return streams
-    held = [(row, slice(n)) for row, n in zip(batch.rows.tolist(), n_tokens.tolist(), strict=True)]
-
-    def of_rows(kept: Float[Tensor, "R N S H"]) -> Float[Tensor, "1 N K H"]:
-        return torch.cat([kept[row, :, own] for row, own in held], dim=1)[None]
-
-    blocks = model.blocks[config.second_pass :]
-    log_p = torch.cat([span.log_score[row, own] for row, own in held])[None]
-    of_row = torch.arange(len(held), device=fork.device).repeat_interleave(n_tokens)
-    number = torch.cat([torch.arange(own.stop, device=fork.device) for _, own in held])
-    seen = Seen(
-        [KeysValues(of_rows(span.key[i]), of_rows(span.value[i])) for i in range(-len(blocks), 0)],
-        attenuation(log_p, config)[0],
-        ((new.row[fork, None] == of_row) & (new.token[fork, None] > number))[None],
-    )
-    place = torch.full_like(new.row, len(fork)).index_put_((fork,), torch.arange(len(fork), device=fork.device))
-    x = forks_again(
-        blocks, streams.x[:, fork], streams.token[:, fork], layout_of(layout, fork[None], place[None]), seen,
-        PATHS["reference"],
-    )  # fmt: skip
-    return Streams(streams.x.index_copy(1, fork, x), streams.log_score, streams.token)
 
 
 class Together(NamedTuple):
