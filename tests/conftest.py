@@ -15,7 +15,7 @@ import torch
 from hypothesis import settings
 
 if torch.cuda.is_available() and find_spec("triton"):  # Triton reads a kernel's source and globals: no wrappers there
-    for name in ("adamw", "attention", "decode", "fork", "gelu", "loss", "norm", "reach", "sums"):
+    for name in ("adamw", "attention", "chunk", "decode", "fork", "gelu", "loss", "norm", "reach", "rotary", "sums"):
         import_module(f"thoughtbubbles.kernels.{name}")
 
 # Before the rest of the package is imported: every annotated function then checks the shapes it is given and returns.

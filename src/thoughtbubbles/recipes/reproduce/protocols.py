@@ -168,7 +168,7 @@ def long_sweep() -> Protocol:
 def screen() -> Protocol:
     """Where forks are visible, and who predicts; forks that every token has; gates; when forks begin.
 
-    The gate of plain models is `head-gate`; what has it too is compared with it.
+    The gates of plain models are `head-gate`, `r1` and `r1-gate`: what has one of them too is compared with it.
     """
     seen = {"": "seen by all", "-reach64": "seen by 64 tokens", "-private": "private"}
     reach: dict[str, int | None] = {"": None, "-reach64": 64, "-private": 0}
@@ -205,6 +205,8 @@ def screen() -> Protocol:
             )
             for layer in (3, 6)
         },
+        "r1-gate": Row(what="r = 1, a sigmoid gate per head", model=forks(1, head_gate=True), optim=forked),
+        "r2-gate": Row(what="r = 2, a sigmoid gate per head", model=forks(2, head_gate=True), optim=forked),
         "state-3-gate": Row(
             what="`state-3`, a sigmoid gate per head",
             model=forks(2, layers=(3,), **state, head_gate=True),
