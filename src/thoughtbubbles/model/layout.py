@@ -64,16 +64,22 @@ class Layout(NamedTuple):
 def find_layout(streams: Streams, config: ModelConfig, *, n_tokens: int, has_forked: bool = True) -> Layout:
     """`has_forked` is False before the first fork layer, where every score is 1."""
     position = positions(streams.token, find_bubbles(streams.token, n_tokens), streams.log_score.dtype)
-    log_p = attenuating(streams.log_score, streams.token, config, n_tokens=n_tokens) if has_forked else None
-    layout = layout_at(position, log_p, config)
-    if not has_forked or config.fork_reach is None:
-        return layout
-    return layout._replace(reach=Reach(streams.token, streams_up_to(streams.token, n_tokens), config.fork_reach))
+    if not has_forked:
+        return layout_at(position, None, config)
+    log_p, reach = attenuating(streams.log_score, streams.token, config, n_tokens=n_tokens), None
+    if config.fork_reach is not None:
+        reach = Reach(streams.token, streams_up_to(streams.token, n_tokens), config.fork_reach)
+    return layout_at(position, log_p, config, reach)
 
 
-def layout_at(position: Float[Tensor, "B S"], log_score: Float[Tensor, "B S"] | None, config: ModelConfig) -> Layout:
+def layout_at(
+    position: Float[Tensor, "B S"],
+    log_score: Float[Tensor, "B S"] | None,
+    config: ModelConfig,
+    reach: Reach | None = None,
+) -> Layout:
     tables = rotary(position + config.form.first_position, config.head_size)
-    return Layout(tables) if log_score is None else Layout(tables, *attenuation(log_score, config))
+    return Layout(tables) if log_score is None else Layout(tables, *attenuation(log_score, config), reach)
 
 
 def attenuating(
