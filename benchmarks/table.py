@@ -287,12 +287,15 @@ def decode_table() -> str:
         for record in cpu
     ]
     for record in gpu:
-        ratios = ", ".join(f"{case['bubbles_over_plain']:.2f}× ({rows})" for rows, case in record["rows"].items())
+        bubbles_over, private_over = (
+            ", ".join(f"{case[name]:.2f}× ({rows})" for rows, case in record["rows"].items())
+            for name in ("bubbles_over_plain", "private_over_plain")
+        )
         bubbles = record["rows"]["1"]["bubbles, r = 2"]
         gap = bubbles["difference_from_the_parallel_forward"]
         facts.append(
-            f"- {record['machine']}: {source(record)}. A step with bubbles over a plain one (rows): {ratios}. "
-            f"Copy: {record['copy_bytes_per_second'] / 1e12:.2f} TB/s. Cache: "
+            f"- {record['machine']}: {source(record)}. A step with bubbles over a plain one (rows): {bubbles_over}; with "
+            f"private forks: {private_over}. Copy: {record['copy_bytes_per_second'] / 1e12:.2f} TB/s. Cache: "
             f"{bubbles['cache']['predicted_bytes']:,} bytes predicted, {bubbles['cache']['counted_bytes']:,} measured. "
             f"In bfloat16, steps against the parallel forward over 64 tokens: "
             f"{gap['share_of_tokens_with_other_streams']:.1%} of the tokens have another number of streams, and the "

@@ -107,9 +107,10 @@ class Interleaving(RuleBasedStateMachine):
         super().__init__()
         self.known: list[tuple[Handle, Request]] = []
 
-    @initialize(rows=st.integers(1, 4), chunk=st.sampled_from([1, 3, 4, 8]))
-    def start(self, rows: int, chunk: int) -> None:
+    @initialize(rows=st.integers(1, 4), chunk=st.sampled_from([1, 3, 4, 8]), chunks=st.integers(1, 3))
+    def start(self, rows: int, chunk: int, chunks: int) -> None:
         self.engine = Engine(model(), rows=rows, chunk=chunk, **self.options)
+        self.engine._scheduler.step_tokens = chunks * chunk
 
     @rule(
         text=st.integers(0, 1),
@@ -162,9 +163,11 @@ class TestManyInterleavings(Interleaving.TestCase):
     settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
 
 
-def test_a_common_beginning_is_read_once():
+@pytest.mark.parametrize("chunks", [1, 3])  # that a step has room for
+def test_a_common_beginning_is_read_once(chunks):
     prompt = ids(5, 22)
     engine = Engine(model(), rows=4, chunk=8)
+    engine._scheduler.step_tokens = 8 * chunks
     requests = [Request(prompt=prompt, max_new=3, budget=2, sampling=Sampling(seed=seed)) for seed in range(4)]
     handles = [engine.submit(request) for request in requests]
     for _ in engine.run():
@@ -402,14 +405,17 @@ def test_a_prompt_that_fills_the_context_can_be_scored():
         engine.submit(Request(prompt=(1,), max_new=0))
 
 
-def test_a_step_reads_no_more_than_a_chunk_of_prompts():
+@pytest.mark.parametrize(("step_tokens", "expected"), [(8, [8, 16, 24]), (16, [16, 27, 27])])
+def test_a_step_reads_no_more_than_it_may(step_tokens, expected):
+    """Of the prompt of 11 tokens a chunk of 8 at most."""
     engine = Engine(model(), rows=4, chunk=8)
-    handles = engine.submit_all([Request(prompt=ids(n, n), max_new=2, sampling=GREEDY) for n in (5, 3, 6, 2)])
+    engine._scheduler.step_tokens = step_tokens
+    handles = engine.submit_all([Request(prompt=ids(n, n), max_new=2, sampling=GREEDY) for n in (5, 3, 11, 8)])
     read = []
     for _ in range(3):
         engine.step()
         read.append(engine.stats().tokens_read)
-    assert read == [8, 16, 16]
+    assert read == expected
     assert len({handle.result().finish for handle in handles}) == 1
 
 

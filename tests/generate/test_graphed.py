@@ -121,15 +121,16 @@ def test_parts_of_a_reading_are_packed_anew():
 
 
 def test_prompts_wait_for_each_other_while_others_generate():
-    """So that a chunk is worth reading; no longer than a few steps, and not at all if nobody else is waiting for it."""
+    """So that a step is worth its time; no longer than a few steps, and not at all if nobody else is waiting for it."""
     engine, _ = compiled(rows=3, chunk=16)
+    engine._scheduler.step_tokens = 16
     engine.submit(Request(prompt=ids(0, 2), max_new=30, sampling=GREEDY))
     engine.step()
     assert engine.stats().generating == 1
     engine.submit(Request(prompt=ids(1, 5), max_new=2, sampling=GREEDY))
     engine.step()
     assert engine.stats().reading == 1
-    engine.submit(Request(prompt=ids(2, 12), max_new=2, sampling=GREEDY))  # now they fill a chunk
+    engine.submit(Request(prompt=ids(2, 12), max_new=2, sampling=GREEDY))  # now they fill a step
     engine.step()
     assert engine.stats().tokens_read == 7
     for _ in range(GATHER - 1):

@@ -45,7 +45,10 @@ from thoughtbubbles.model.config import BudgetMode, ModelConfig, is_number, is_w
 from thoughtbubbles.model.streams import at_least_float32
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-ROWS, CHUNK, COMPILED_CHUNK, GATHER = 32, 64, 512, 16
+ROWS, CHUNK = 32, 64
+# Around the graphs of a chunk the host has work of its own, however long the chunk is: chunks are long, several of them
+# are read in one step, and they wait for each other for some steps.
+COMPILED_CHUNK, COMPILED_STEP, GATHER = 512, 1024, 16
 MAX_BUDGET = 4
 
 
@@ -64,7 +67,7 @@ class Engine:
     """Generates for many requests at the same time, each with its own budget and sampling.
 
     rows         requests that are worked on at the same time; others wait
-    chunk        tokens of prompts that are read per step, and the unit in which prompts share their beginnings. By
+    chunk        tokens of a prompt that are read per step, and the unit in which prompts share their beginnings. By
                  default 64, and 512 with `compiled`, where a chunk takes longer than a step
     waiting      how many requests may wait; None: any number. Beyond it `submit` raises QueueFull
     max_budget   the largest budget of a request, which sets the memory of a row. By default 4, or the model's own
@@ -121,11 +124,8 @@ class Engine:
             copy = None if may_lose_forks else self._reader.copy_prefix
         else:  # whole prompts: every text is read again in any case
             self._reader, chunk = Uncached(model, rows=rows, budget_mode=budget_mode), rows * self.capacity
-        # A graph takes less time than the reading of a chunk has overhead.
-        gather = GATHER if compiled else 0
-        self._scheduler: Scheduler[Handle] = Scheduler(
-            rows=rows, chunk=chunk, waiting=waiting, gather=gather, copy=copy
-        )
+        together: dict[str, Any] = {"step_tokens": COMPILED_STEP, "gather": GATHER} if compiled else {}
+        self._scheduler: Scheduler[Handle] = Scheduler(rows=rows, chunk=chunk, waiting=waiting, copy=copy, **together)
         self._numbers = count()
         self._read = self._generated = self._streams = 0
         self._drawing: list[Handle] = []  # those that drew in the step before, and their settings

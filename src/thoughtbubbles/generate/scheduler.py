@@ -60,9 +60,10 @@ W = TypeVar("W", bound=Work)
 class Scheduler(Generic[W]):
     """Its methods are called by one thread; `add`, `cancel` and `counts` by any.
 
-    waiting  how many requests may wait besides those that find a free row; None: any number
-    gather   for how many steps of others prompts may wait until there is a whole chunk of them
-    copy     `copy(source, row, n_tokens)` lets a row begin with the first tokens of another one
+    waiting      how many requests may wait besides those that find a free row; None: any number
+    step_tokens  tokens of prompts that a step reads at most, each of them a chunk or less; by default one chunk
+    gather       for how many steps of others prompts may wait until there are as many tokens of them
+    copy         `copy(source, row, n_tokens)` lets a row begin with the first tokens of another one
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class Scheduler(Generic[W]):
         rows: int,
         chunk: int,
         waiting: int | None = None,
+        step_tokens: int | None = None,
         gather: int = 0,
         copy: Callable[[int, int, int], object] | None = None,
     ):
         self.gather, self._gathered = gather, 0
         self.rows, self.chunk, self.most_waiting = rows, chunk, waiting
+        self.step_tokens = max(chunk, step_tokens or 0)
         self.live: list[W] = []  # in the order of arrival
         self.n_shared = 0
         self._copy = copy
@@ -137,18 +140,24 @@ class Scheduler(Generic[W]):
         return admitted
 
     def plan(self) -> list[tuple[W, int]]:
-        """Who is read in this step, and how many tokens: all that generate, and prompts while they fit in a chunk."""
+        """Who is read in this step, and how many tokens: all that generate, and chunks of prompts while they fit."""
         plan = [(work, 1) for work in self.live if work.next is not None]
         left = sum(len(work.prompt) - work.n_read for work in self._reading)
-        if plan and 0 < left < self.chunk and self._gathered < self.gather:
+        if plan and 0 < left < self.step_tokens and self._gathered < self.gather:
             self._gathered += 1
             return plan
-        self._gathered, room = 0, self.chunk
+        self._gathered, room = 0, self.step_tokens
+        planned: set[bytes] = set()
         for work in self._reading:
             self._share(work)
             n = min(self.chunk - work.n_read % self.chunk, len(work.prompt) - work.n_read)
-            if n > room:  # a whole chunk leaves no room, so no step reads the same one twice: it is copied in the next
+            if n > room:
                 break
+            if n == self.chunk and work.can_share and self._copy is not None and work.n_read + n < len(work.prompt):
+                key = work.beginning(work.n_read // self.chunk + 1, self.chunk)
+                if key in planned:
+                    continue  # another prompt reads the same chunk now: it is copied in the next step
+                planned.add(key)
             plan.append((work, n))
             room -= n
         return plan
