@@ -294,8 +294,8 @@ def decode_table() -> str:
         bubbles = record["rows"]["1"]["bubbles, r = 2"]
         gap = bubbles["difference_from_the_parallel_forward"]
         facts.append(
-            f"- {record['machine']}: {source(record)}. A step with bubbles over a plain one (rows): {bubbles_over}; with "
-            f"private forks: {private_over}. Copy: {record['copy_bytes_per_second'] / 1e12:.2f} TB/s. Cache: "
+            f"- {record['machine']}: {source(record)}. A step with bubbles over a plain one (rows): {bubbles_over}; "
+            f"with private forks: {private_over}. Copy: {record['copy_bytes_per_second'] / 1e12:.2f} TB/s. Cache: "
             f"{bubbles['cache']['predicted_bytes']:,} bytes predicted, {bubbles['cache']['counted_bytes']:,} measured. "
             f"In bfloat16, steps against the parallel forward over 64 tokens: "
             f"{gap['share_of_tokens_with_other_streams']:.1%} of the tokens have another number of streams, and the "
