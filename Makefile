@@ -12,6 +12,8 @@ CORE := .venv/.core
 READY := .venv/.ready
 OLDEST := .venv/oldest-hf
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Else every run would rewrite and compile all tests again.
+unexport PYTHONDONTWRITEBYTECODE
 # One worker a core; PYTEST_ARGS="-k loss" narrows a run down.
 PYTEST := $(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
 

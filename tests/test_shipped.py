@@ -124,6 +124,7 @@ def test_the_loss_on_all_of_the_validation_text(model, validation, card):
     assert found == pytest.approx(card["scores"]["2"]["nats"], abs=SAME_LOSS)
 
 
+@pytest.mark.slow
 def test_the_card_is_what_its_script_writes(card):
     subprocess.run([sys.executable, ROOT / "benchmarks" / "shipped.py", "card", "--check"], check=True)
     text = (shipped_model() / "README.md").read_text()
@@ -198,6 +199,7 @@ def test_a_verb_without_a_checkpoint_uses_it_and_says_so(tmp_path, words, shown)
     assert before == {path: path.stat().st_mtime_ns for path in shipped_model().rglob("*")}  # nothing is written there
 
 
+@pytest.mark.slow
 def test_its_export_keeps_what_its_card_reports(tmp_path, card):
     done = run("export", "--out", "exported", cwd=tmp_path)
     assert done.stderr == f"no --checkpoint: using {SHIPPED}, the model in the package\n"

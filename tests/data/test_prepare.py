@@ -73,6 +73,7 @@ def test_no_validation_on_demand(tmp_path, capsys):
     assert f"next: thoughtbubbles train tiny --data.mixture {tmp_path / 'out'}\n" in shown
 
 
+@pytest.mark.slow
 def test_the_same_bytes_for_any_number_of_processes(corpus, uninterrupted, tmp_path):
     done = run(corpus, tmp_path / "out", processes=2, chunk_bytes=100_000, **CORPUS_OPTIONS)
     assert done.returncode == 0, done.stderr

@@ -146,6 +146,7 @@ def test_killed_from_outside_with_its_workers(corpus, uninterrupted, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the worker processes through Linux's /proc")
+@pytest.mark.slow
 def test_a_killed_worker(corpus, uninterrupted, tmp_path):
     out = tmp_path / "out"
     process = start_and_wait_for_a_shard(corpus, out)

@@ -176,6 +176,7 @@ def test_a_killed_benchmark_resumes(models, questions, tmp_path):
     assert same(numbers(third), numbers(whole))
 
 
+@pytest.mark.slow
 def test_answers_of_other_settings_are_not_mixed_in(models, questions, tmp_path, monkeypatch):
     """Each has its own file, so another evaluation in between loses nothing."""
     out, folder = tmp_path / "out", tmp_path / "model"
@@ -245,6 +246,7 @@ def test_the_budget_is_the_one_asked_for(models, questions, tmp_path, form):
     assert found["1"] != pytest.approx(found[None], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_method_is_the_one_asked_for(models, questions, tmp_path):
     """With block selection the cache approximates: answers are those of `generate` with the cache."""
     model, tok = load(models["block"], dtype=torch.float64), tokenizer("bytes")

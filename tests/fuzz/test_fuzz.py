@@ -58,6 +58,7 @@ def test_many_inputs(reader):
     assert numbers["refused"] + sum(numbers["changed"].values()) > numbers["inputs"] / 5
 
 
+@pytest.mark.slow
 def test_commands_can_be_found_out(tmp_path):
     """Their output is compared, and their own name before a message does not count as naming the input."""
     inspect, *_ = make_reader("commands", tmp_path).bases
@@ -96,6 +97,7 @@ def broken() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", FOUND_OUT)
+@pytest.mark.slow
 def test_a_broken_reader_is_found_out(broken, kind):
     findings = [finding for finding in broken["findings"] if finding["reader"] == f"broken-{kind}"]
     assert {finding["what"] for finding in findings} == {FOUND_OUT[kind]}
@@ -120,6 +122,7 @@ def test_the_repro_shows_the_finding_and_keeps_its_files(broken, kind):
     shutil.rmtree(folder.parent)
 
 
+@pytest.mark.slow
 def test_a_hang_is_found_out_and_the_next_inputs_are_read():
     found = fuzzed("--reader", "broken-hang", "--inputs", 2, "--seconds", 0.2)
     assert {finding["what"] for finding in found["findings"]} == {"a hang"}

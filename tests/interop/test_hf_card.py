@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 
@@ -57,6 +58,7 @@ def expected_lines(run: Path, step: int) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_the_card_has_the_runs_own_numbers(tmp_path, run):
     text = (export(run, out=tmp_path / "my-model") / "README.md").read_text()
     front = front_matter(text)

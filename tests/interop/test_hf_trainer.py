@@ -84,6 +84,7 @@ def rows_of(ids, targets, lengths):
 
 
 @pytest.mark.parametrize(("merge", "accumulated"), [("mixture", 2), ("residual", 1)])
+@pytest.mark.slow
 def test_the_trainer_takes_our_steps(tmp_path, merge, accumulated):
     """Rows of 3 to 31 tokens, of which some count: the mean is over all of a step, however it is split."""
     corpus = uneven_examples(tmp_path / "examples")

@@ -109,6 +109,7 @@ def test_what_is_likeliest_is_called_greedy(checkpoints):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_rolling_scores_every_token_once_from_the_windows_of_the_harness(checkpoints, kind):
     """Windows of 48 tokens: the first from end-of-text, the last reaches back to have as many tokens as it can."""
     model = ThoughtbubblesLM(checkpoints[kind], dtype="float64")
@@ -181,6 +182,7 @@ def test_what_generation_cannot_do(checkpoints, settings, complaint):
 # The commands
 
 
+@pytest.mark.slow
 def test_run_harness(data, cache, checkpoints, tmp_path, capsys):
     tasks = ("piqa", "lambada_openai", "blimp_wh_island", "arc_easy", "gsm8k_cot_zeroshot")
     results = run_harness(
@@ -240,6 +242,7 @@ def test_other_questions_and_another_config_are_not_overwritten(checkpoints, tmp
     assert found[3] == found[0]
 
 
+@pytest.mark.slow
 def test_results_that_are_moved_aside_are_reported(data, cache, checkpoints, tmp_path, capsys):
     wanted = {"tasks": ("piqa",), "data_dir": data, "cache_dir": cache, "out": tmp_path / "out"}
     first = run_harness(checkpoints["plain"], **wanted)["name"]

@@ -204,6 +204,7 @@ def test_no_gradients_are_made_where_none_are_wanted():
     torch.testing.assert_close(value, mean_loss(hidden, weight, target).detach(), atol=0, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_operators_keep_pytorchs_rules():
     """Schema, fake tensors, autograd registration and tracing, checked by torch's own test."""
     start, end, token = bubbles([2, 1, 3])

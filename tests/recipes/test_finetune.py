@@ -296,6 +296,7 @@ def test_the_accuracy_is_that_of_the_evaluation(form, done, home, tmp_path):
     assert sorted(found["by"]["noise"]) == ["none", "supporting"]
 
 
+@pytest.mark.slow
 def test_whole_answers_end_in_end_of_text(done, home):
     """Against one forward per answer."""
     place, records = done
@@ -357,6 +358,7 @@ def test_a_row_with_a_record_is_not_run(done, home):
     assert shown[f"{SET}-shipped-r2"] == {0: f"{json.loads(path.read_text())['test']['whole_answer']['mean']:.1%}"}
 
 
+@pytest.mark.slow
 def test_a_stopped_row_resumes_to_the_same_bits(done, home, tmp_path):
     """A run that ended at step 3, as far as its folder shows."""
     place, records = place_in(tmp_path, home, "clutrr"), done[1]
@@ -438,6 +440,7 @@ def test_a_changed_file_is_prepared_again(changed, home, tmp_path, capfd):
 # Rows of GSM8K
 
 
+@pytest.mark.slow
 def test_gsm8k_trains_on_every_example(answered):
     place, records = answered
     (folder,) = (place.runs / "gsm8k").glob("data-bytes-*")

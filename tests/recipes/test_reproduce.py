@@ -339,6 +339,7 @@ def best(corpus, tmp_path_factory):
     return place, records
 
 
+@pytest.mark.slow
 def test_the_best_weights_are_measured(best):
     place, records = best
     rose = 0
@@ -421,6 +422,7 @@ def test_streams_with_a_low_score_are_not_alive(bias, alive, corpus, done):
     assert found["streams"] == 2.0
 
 
+@pytest.mark.slow
 def test_a_row_answers_the_benchmarks(corpus, tmp_path):
     benchmarks = tmp_path / "benchmarks"
     benchmarks.mkdir()

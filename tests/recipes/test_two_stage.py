@@ -123,6 +123,7 @@ def test_the_sizes_are_those_of_the_package_and_the_paper(corpus, tmp_path):
 # Records
 
 
+@pytest.mark.slow
 def test_a_record_says_everything_about_both_stages(done, corpus, questions):
     record = read(done)
     one, two = record["one"], record["two"]
@@ -213,6 +214,7 @@ def copied(done, tmp_path):
     return place_in(tmp_path, done.data, done.data_dir)
 
 
+@pytest.mark.slow
 def test_between_the_stages(copied, done):
     """Stage one is not touched; stage two gives the same bits."""
     home = copied.run("r2", 3)

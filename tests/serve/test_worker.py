@@ -152,6 +152,7 @@ def test_retry_after_is_an_estimate():
         server.wait_until_idle()
 
 
+@pytest.mark.slow
 def test_retry_after_does_not_count_idle_time(monkeypatch):
     with Running(block_size=128, rows=1, waiting=1) as server:
         assert ask(server, max_tokens=10)[0] == 200

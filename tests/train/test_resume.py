@@ -93,6 +93,7 @@ def test_sigterm_saves_and_the_run_resumes(tmp_path):
     assert_same_bits(whole / "step-00000040", out / "step-00000040")
 
 
+@pytest.mark.slow
 def test_resumed_twice_in_one_process(tmp_path):
     """3 steps, 3 more, then the rest."""
     whole = train(small_run(tmp_path / "whole", steps=9))

@@ -68,6 +68,7 @@ def test_pretraining_then_midtraining(folders, tmp_path):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_real_text(tmp_path):
     folder = os.environ.get("THOUGHTBUBBLES_DATA")
     if not folder:

@@ -79,6 +79,7 @@ def test_replayed_steps_have_the_gradients_of_launched_ones(n_micro):
 
 
 @pytest.mark.parametrize("n_micro", [1, 3])
+@pytest.mark.slow
 def test_steps_of_several_budgets_are_replayed_each_from_its_own_graph(n_micro):
     one, other = models()
     forms = {"n_micro": n_micro, "budgets": (1.0, 2.0, 1.5), "steps": 9}
