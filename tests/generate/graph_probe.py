@@ -1,4 +1,4 @@
-"""Run in a separate process: compiled parts of a step (`parts`), and on a GPU the graph (`graph`, `generate`).
+"""Run in a separate process: compiled parts of a step (`parts`), and on a GPU the graph (`graph`, `generate …`).
 
 Prints one JSON object.
 """
@@ -74,9 +74,9 @@ def graph() -> dict[str, Any]:
     return results
 
 
-def generation() -> dict[str, Any]:
+def generation(**changes: Any) -> dict[str, Any]:
     """Compiled texts, and their log-probabilities as prompts of an engine that is not compiled."""
-    model = gpu_model(n_layer=4, fork_layers=(1, 3))
+    model = gpu_model(n_layer=4, fork_layers=(1, 3), **changes)
     requests = [
         Request(
             prompt=list(range(1, 3 + 3 * number)),
@@ -126,5 +126,6 @@ if __name__ == "__main__":
         "private parts": lambda: parts(fork_layers=(1, 3), fork_reach=0),
         "graph": graph,
         "generate": generation,
+        "generate with private forks": lambda: generation(fork_reach=0),
     }
     json.dump(checks[sys.argv[1]](), sys.stdout)

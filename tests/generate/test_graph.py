@@ -137,7 +137,7 @@ def test_kernels_give_what_the_blocks_give(case):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["bubbles", "plain", "no bias"])
+@pytest.mark.parametrize("case", ["bubbles", "plain", "no bias", "private", "private, no gates"])
 def test_the_kernel_of_chunks_gives_what_rows_one_by_one_give(case):
     found = probe("kernels/chunk_probe.py", case, TRITON_INTERPRET="1")
     assert found["same_streams"]
@@ -167,9 +167,10 @@ def test_a_graph_on_the_gpu_follows_the_plain_steps():
 
 @pytest.mark.gpu
 @needs_gpu
-def test_compiled_generation_is_generation():
+@pytest.mark.parametrize("check", ["generate", "generate with private forks"])
+def test_compiled_generation_is_generation(check):
     """Many requests with their own budgets join and leave; then every text is read by steps without graphs."""
-    found = probe("generate/graph_probe.py", "generate")
+    found = probe("generate/graph_probe.py", check)
     assert found["again_the_same"]
     assert found["lengths"] == found["asked"]
     assert found["with_other_streams"] < 0.2  # in bfloat16 a decision now and then falls on the other side

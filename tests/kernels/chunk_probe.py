@@ -44,7 +44,15 @@ def readings(*, with_kernel: bool, **changes) -> list[Prediction]:
 if __name__ == "__main__":
     chunk.CHUNK = chunk.Tile(16, 16, 1, 4)  # several blocks of a row, and several turns in each
     decode.FEW_ROWS = 1024  # the library's product in float32 is for GPUs only
-    cases = {"bubbles": {}, "plain": {"fork_layers": (), "merge": "original"}, "no bias": {"gate_qk": False}}
+    chunk.WIDEST_PRIVATE = 8
+    private = {"fork_reach": 0, "fork_layers": (0, 1)}
+    cases = {
+        "bubbles": {},
+        "plain": {"fork_layers": (), "merge": "original"},
+        "no bias": {"gate_qk": False},
+        "private": private,
+        "private, no gates": {**private, "gate_qk": False, "gate_v": False, "merge": "forks"},
+    }
     pairs = list(zip(*(readings(with_kernel=one, **cases[sys.argv[1]]) for one in (True, False)), strict=True))
     worst = max(float((a.logits - b.logits).abs().max()) for a, b in pairs)
     json.dump({"logits": worst, "same_streams": all(torch.equal(a.streams, b.streams) for a, b in pairs)}, sys.stdout)

@@ -27,6 +27,7 @@ class Chunk(NamedTuple):
     span: Span
     where: tuple[Int[Tensor, "M"], Int[Tensor, "M"]]  # row and slot of each stream
     rows: list[list[int]]  # the rows, how many slots each has used before, and how many streams it has here
+    token: Int[Tensor, "M"] | None = None  # of each stream, in its row; only with private forks
 
 
 RunChunk = Callable[[Sequence[Any], Tensor, Chunk], Tensor]
@@ -42,34 +43,55 @@ class Flat(NamedTuple):
     gate: Float[Tensor, "M"] | None
     row: Int[Tensor, "M"]
     slot: Int[Tensor, "M"]
+    token: Int[Tensor, "M"] | None = None  # these two only with private forks
+    key_bias: Float[Tensor, "M"] | None = None
+
+
+def supports(config: ModelConfig) -> bool:
+    """Whether the kernel has the model's reach: all forks, or private ones in bubbles that fit in its blocks."""
+    if config.fork_reach is None:
+        return True
+    from thoughtbubbles.kernels.chunk import WIDEST_PRIVATE
+
+    return config.fork_reach == 0 and config.max_bubble <= WIDEST_PRIVATE
 
 
 def run_chunk(
     config: ModelConfig, blocks: Sequence[Any], x: Float[Tensor, "M D"], chunk: Chunk
 ) -> Float[Tensor, "M D"]:
-    from thoughtbubbles.kernels.chunk import blocks_of
+    return _run(config, blocks, _flat(x, chunk), chunk.span, _table(chunk).to(x.device))
 
-    table = torch.tensor(blocks_of(*chunk.rows), dtype=torch.int32, device=x.device)
-    return _run(config, blocks, _flat(x, chunk), chunk.span, table)
+
+def _table(chunk: Chunk) -> Int[Tensor, "n 4"]:
+    from thoughtbubbles.kernels.chunk import blocks_of, blocks_of_bubbles
+
+    rows, used, counts = chunk.rows
+    if chunk.token is None:
+        return torch.tensor(blocks_of(rows, used, counts), dtype=torch.int32)
+    return torch.tensor(blocks_of_bubbles(rows, counts, chunk.token.tolist()), dtype=torch.int32)
 
 
 def _flat(x: Float[Tensor, "M D"], chunk: Chunk) -> Flat:
     layout = chunk.layout
     cos, sin = (angle[0, 0].contiguous() for angle in layout.rotary)
-    value_gate, gate = (None if gate is None else gate[0] for gate in (layout.value_gate, layout.gate))
-    return Flat(x, cos, sin, value_gate, gate, *chunk.where)
+    first = lambda of_streams: None if of_streams is None else of_streams[0]  # noqa: E731
+    flat = Flat(x, cos, sin, first(layout.value_gate), first(layout.gate), *chunk.where)
+    if chunk.token is None:
+        return flat
+    return flat._replace(token=chunk.token.int(), key_bias=first(layout.key_bias))
 
 
 def _run(
     config: ModelConfig, blocks: Sequence[Any], flat: Flat, span: Span, table: Int[Tensor, "n 4"]
 ) -> Float[Tensor, "M D"]:
-    from thoughtbubbles.kernels.chunk import attend
+    from thoughtbubbles.kernels.chunk import Private, attend
 
     key_bias = None if span.level is None else attenuation(span.log_score, config)[0]
+    private = None if flat.token is None else Private(flat.token, flat.key_bias)
 
     def attention(qkv: Tensor, key: Tensor, value: Tensor) -> Tensor:
         where = flat.row, flat.slot
-        return attend(qkv, flat.cos, flat.sin, flat.value_gate, key, value, key_bias, where, table)
+        return attend(qkv, flat.cos, flat.sin, flat.value_gate, key, value, key_bias, where, table, private=private)
 
     return fast_blocks(blocks, flat.x, span, flat.gate, attention)
 
@@ -90,8 +112,6 @@ class ChunkGraphs:
         self._pool: Any = None  # memory that all graphs share
 
     def __call__(self, blocks: Sequence[Any], x: Float[Tensor, "M D"], chunk: Chunk) -> Float[Tensor, "M D"]:
-        from thoughtbubbles.kernels.chunk import blocks_of
-
         m, flat = x.shape[0], _flat(x, chunk)
         if m > LARGEST:
             return run_chunk(self.config, blocks, x, chunk)
@@ -102,7 +122,7 @@ class ChunkGraphs:
             if kept is not None and new is not None:
                 kept[:m].copy_(new)
         captured.flat.slot[m:] = _unread(chunk.span)
-        table = torch.tensor(blocks_of(*chunk.rows), dtype=torch.int32)
+        table = _table(chunk)
         captured.table.zero_()  # blocks of no stream
         captured.table[: len(table)].copy_(table)
         captured.graph.replay()
@@ -118,6 +138,8 @@ class ChunkGraphs:
             gates = score if config.gate_v else None, score if config.gate_residual else None
             place = span.used.new_zeros(1)
             like = Flat(weight.new_zeros(1, config.width), angle, angle, *gates, place, place)
+            if span.kept is not None:
+                like = like._replace(token=place.int(), key_bias=score if config.gate_qk else None)
             size = SMALLEST
             while size <= LARGEST:
                 self._of(index, size, list(model.blocks[start : start + span.key.shape[0]]), like)
@@ -131,12 +153,13 @@ class ChunkGraphs:
         return self._captured[index, size]
 
     def _capture(self, blocks: Sequence[Any], like: Flat, span: Span, size: int) -> Captured:
-        from thoughtbubbles.kernels.chunk import CHUNK
+        from thoughtbubbles.kernels.chunk import CHUNK, WIDEST_PRIVATE
 
         room: list[Any] = [None if each is None else each.new_zeros(size, *each.shape[1:]) for each in like]
         flat = Flat(*room)
         flat.slot.fill_(_unread(span))
-        table = torch.zeros(size // CHUNK.streams + self.cache.rows, 4, dtype=torch.int32, device=flat.x.device)
+        least = WIDEST_PRIVATE if span.kept is not None else CHUNK.streams  # of all blocks but the last of a row
+        table = torch.zeros(size // least + self.cache.rows, 4, dtype=torch.int32, device=flat.x.device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -23,10 +23,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from thoughtbubbles.generate.cache import Cache, Span
-from thoughtbubbles.generate.chunk_blocks import Chunk, RunChunk, run_chunk
+from thoughtbubbles.generate.chunk_blocks import Chunk, RunChunk, run_chunk, supports
 from thoughtbubbles.generate.fast_blocks import has_kernels
 from thoughtbubbles.generate.prediction import Prediction
-from thoughtbubbles.generate.reach import groups_of, near_attention, slots_of
+from thoughtbubbles.generate.reach import Group, groups_of, near_attention, slots_of
 from thoughtbubbles.generate.second_pass import cached_second_pass
 from thoughtbubbles.model import head
 from thoughtbubbles.model.attention import AttentionPath, gated
@@ -139,6 +139,8 @@ def read(
 
     if run_fast is None and has_kernels(model):
         run_fast = partial(run_chunk, config)
+    if run_fast is not None and not supports(config):
+        run_fast = None
     streams, n_earlier = embed(model, ids), 2 * held
     for start, span in zip(sorted({0, *config.fork_layers}), cache.spans, strict=True):
         used = span.used[rows]
@@ -157,15 +159,17 @@ def read(
         )  # in the row itself
         layout = layout_at(position, None if span.level is None else log_p, config)
         blocks = model.blocks[start : start + len(span.key)]
-        if span.kept is not None:
-            path = attention_to_near(config, cache, span, batch, used, counts, new)
-            x = run_blocks(blocks, streams.x, span, layout, path)
-        elif run_fast is not None:
-            where = _store(span, rows[row], used[row] + place, new)
-            chunk = Chunk(layout, span, where, torch.stack((rows, used, counts)).tolist())
+        groups = None
+        if span.kept is not None and run_fast is None:  # before anything is stored: a ring loses its oldest forks then
+            groups = near_groups(config, cache, span, batch, counts, new)
+        where = _store(config, cache, span, batch, used, new)
+        if run_fast is not None:
+            token = None if span.kept is None else new.token
+            chunk = Chunk(layout, span, where, torch.stack((rows, used, counts)).tolist(), token)
             x = run_fast(list(blocks), streams.x[0], chunk)[None]
+        elif groups is not None:
+            x = run_blocks(blocks, streams.x, span, layout, partial(near_attention, where=where, groups=groups))
         else:
-            where = _store(span, rows[row], used[row] + place, new)
             view = view_of(config, span, batch, used, counts, place)
             x = run_blocks(blocks, streams.x, span, layout, partial(packed_attention, where=where, view=view))
         streams = Streams(x, streams.log_score, streams.token)
@@ -196,7 +200,24 @@ class New(NamedTuple):
     log_score: Float[Tensor, "M"]
 
 
-def _store(span: Span, row: Int[Tensor, "M"], slot: Int[Tensor, "M"], new: New) -> tuple[Tensor, Tensor]:
+def _store(
+    config: ModelConfig, cache: Cache, span: Span, batch: Batch, used: Int[Tensor, "B"], new: New
+) -> tuple[Int[Tensor, "M"], Int[Tensor, "M"]]:
+    """Stores what is known of the new streams, and returns the row and the slot of each."""
+    row, slot = batch.rows[new.row], used[new.row] + new.place
+    if span.kept is not None:  # forks fall out of the cache
+        before = slot  # streams of the row left of each, of which `token` are originals
+        assert config.fork_reach is not None
+        slot = slots_of(
+            new.token,
+            before - new.token,
+            new.is_fork,
+            from_token=(cache.n_tokens[batch.rows] + batch.lengths - config.fork_reach)[new.row],
+            ring=span.ring(cache.capacity),
+            unread=span.token.shape[1] - 1,
+        )
+        last = ~new.is_fork
+        span.kept[row[last], new.token[last]] = (before + 1)[last].to(span.kept.dtype)
     span.log_score[row, slot] = new.log_score
     span.token[row, slot] = new.token.to(span.token.dtype)
     return row, slot
@@ -214,38 +235,17 @@ def run_blocks(
     return residual.total(layout.gate)
 
 
-def attention_to_near(
-    config: ModelConfig,
-    cache: Cache,
-    span: Span,
-    batch: Batch,
-    used: Int[Tensor, "B"],
-    counts: Int[Tensor, "B"],
-    new: New,
-) -> PathTo:
-    """Attention in a span whose forks fall out of the cache. Stores what is known of the new streams."""
-    assert span.kept is not None
-    assert config.fork_reach is not None
+def near_groups(
+    config: ModelConfig, cache: Cache, span: Span, batch: Batch, counts: Int[Tensor, "B"], new: New
+) -> list[Group]:
+    """How rows attend in a span whose forks fall out of the cache."""
     held = cache.n_tokens[batch.rows]
-    ring, lengths = span.ring(cache.capacity), held.tolist()
-    groups = groups_of(
-        config, span.token, span.log_score, ring=ring, rows=batch.rows, n_tokens=held, counts=counts, place=new.place,
-        number=new.token, is_fork=new.is_fork, log_score=new.log_score,
+    lengths = held.tolist()
+    return groups_of(
+        config, span.token, span.log_score, ring=span.ring(cache.capacity), rows=batch.rows, n_tokens=held,
+        counts=counts, place=new.place, number=new.token, is_fork=new.is_fork, log_score=new.log_score,
         together=batch.longest == 1 and 2 * sum(lengths) >= len(lengths) * max(lengths),
     )  # fmt: skip
-    before = used[new.row] + new.place  # streams of the row left of each, of which `token` are originals
-    slot = slots_of(
-        new.token,
-        before - new.token,
-        new.is_fork,
-        from_token=(held + batch.lengths - config.fork_reach)[new.row],
-        ring=ring,
-        unread=span.token.shape[1] - 1,
-    )
-    where = _store(span, batch.rows[new.row], slot, new)
-    last = ~new.is_fork
-    span.kept[where[0][last], new.token[last]] = (before + 1)[last].to(span.kept.dtype)
-    return partial(near_attention, where=where, groups=groups)
 
 
 class Together(NamedTuple):

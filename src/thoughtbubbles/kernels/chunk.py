@@ -2,6 +2,7 @@
 
 First their own keys and values are stored there. Then every program has one head of a block of streams of a row, and
 attends over the slots of that row up to theirs. (A step of few rows has too few programs for that: see decode.py.)
+Private forks are not stored: whole bubbles are in one block, whose forks attend to each other directly.
 """
 
 import math
@@ -30,6 +31,7 @@ class Tile(NamedTuple):
 CHUNK = Tile(64, 64, 3, 4)
 STEP = Tile(16, 32, 4, 2)  # `streams`: at least as many as a bubble has
 STORED = 16  # streams of a program that stores
+WIDEST_PRIVATE = CHUNK.streams // 2  # streams of a bubble, so that a block of whole bubbles is at least half full
 NOTHING = tl.constexpr(-1.0e30)  # a masked logit: its weight is exactly 0
 
 
@@ -88,24 +90,31 @@ def _store(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    q, key, value, key_bias, blocks, out, scale, S,
-    N: tl.constexpr, BIAS: tl.constexpr, H: tl.constexpr, BW: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    q, key, value, key_bias, blocks, out, scale, S, qkv, cos, sin, value_gate, own_bias, token, own_slot,
+    N: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, PRIVATE: tl.constexpr, H: tl.constexpr, BW: tl.constexpr,
+    BS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """PRIVATE: slots are the originals of the row's tokens, and a stream that is not in its token's slot is a fork."""
     if AHEAD:
         gdc_wait()
         gdc_launch_dependents()
     head = tl.program_id(1)
     blocks += tl.program_id(0) * 4
-    row, first, n, slot_of_first = tl.load(blocks), tl.load(blocks + 1), tl.load(blocks + 2), tl.load(blocks + 3)
+    row, first, n, border = tl.load(blocks), tl.load(blocks + 1), tl.load(blocks + 2), tl.load(blocks + 3)
     w, h, s = tl.arange(0, BW), tl.arange(0, H), tl.arange(0, BS)
     key += (row * N + head).to(tl.int64) * S * H
     value += (row * N + head).to(tl.int64) * S * H
     stream, real = first + w, w < n
     here = (stream * N + head)[:, None] * H + h[None, :]
     queries = tl.load(q + here, mask=real[:, None], other=0.0)
-    own = slot_of_first + w
-    end = tl.where(n > 0, slot_of_first + n, 0)
+    if PRIVATE:
+        number = tl.load(token + stream, mask=real, other=0)
+        is_fork = tl.load(own_slot + stream, mask=real, other=0) != number
+        last = number - is_fork.to(tl.int32)  # the last slot that it sees: a fork does not see its own original
+        end = tl.where(n > 0, border, 0)
+    else:
+        last = border + w
+        end = tl.where(n > 0, border + n, 0)
     most = tl.full((BW,), NOTHING, tl.float32)
     total = tl.zeros((BW,), tl.float32)
     summed = tl.zeros((BW, H), tl.float32)
@@ -117,9 +126,22 @@ def _attend(  # type: ignore[no-untyped-def]
         logits = tl.dot(queries, tl.trans(keys)) * scale
         if BIAS:
             logits += tl.load(key_bias + row * S + slot, mask=there, other=0.0)[None, :]
-        logits = tl.where(slot[None, :] <= own[:, None], logits, NOTHING)
+        logits = tl.where(slot[None, :] <= last[:, None], logits, NOTHING)
         values = tl.load(value + at, mask=there[:, None], other=0.0)
         most, total, summed = add_to_softmax(logits, values, most, total, summed)
+    if PRIVATE:  # what a fork of the first token has summed so far is nothing, and vanishes here
+        of_stream = (stream * 3 * N + head) * H
+        c, t = angles(cos, sin, stream, h, real, H)
+        keys = rotated(qkv + N * H, of_stream, h, c, t, real, H).to(key.dtype.element_ty)
+        values = tl.load(qkv + 2 * N * H + of_stream[:, None] + h[None, :], mask=real[:, None], other=0.0)
+        if GATE:
+            values = values.to(tl.float32) * tl.load(value_gate + stream, mask=real, other=0.0)[:, None]
+        logits = tl.dot(queries, tl.trans(keys)) * scale
+        if BIAS:
+            logits += tl.load(own_bias + stream, mask=real, other=0.0)[None, :]
+        is_own = (number[None, :] == number[:, None]) & (w[None, :] <= w[:, None])
+        logits = tl.where(is_own & (is_fork & real)[None, :], logits, NOTHING)
+        most, total, summed = add_to_softmax(logits, values.to(value.dtype.element_ty), most, total, summed)
     tl.store(out + here, (summed / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
 
 
@@ -131,6 +153,32 @@ def blocks_of(rows: Sequence[int], used: Sequence[int], counts: Sequence[int]) -
             found.append((row, first + begin, min(CHUNK.streams, count - begin), before + begin))
         first += count
     return found
+
+
+def blocks_of_bubbles(
+    rows: Sequence[int], counts: Sequence[int], token: Sequence[int]
+) -> list[tuple[int, int, int, int]]:
+    """For private forks: row, first packed stream, number of streams and number of tokens up to the end of each block.
+
+    No bubble is in two blocks. token: of each packed stream, in its row
+    """
+    found, begin = [], 0
+    for row, count in zip(rows, counts, strict=True):
+        end = begin + count
+        while begin < end:
+            stop = min(begin + CHUNK.streams, end)
+            while stop < end and token[stop] == token[stop - 1]:
+                stop -= 1
+            found.append((row, begin, stop - begin, token[stop - 1] + 1))
+            begin = stop
+    return found
+
+
+class Private(NamedTuple):
+    """What attention needs of private forks."""
+
+    token: Int[Tensor, "M"]
+    key_bias: Float[Tensor, "M"] | None
 
 
 @on_its_device
@@ -145,13 +193,15 @@ def attend(
     where: tuple[Int[Tensor, "M"], Int[Tensor, "M"]],
     blocks: Int[Tensor, "n 4"],
     *,
+    private: Private | None = None,
     most: int | None = None,
     fill: bool = False,
 ) -> Float[Tensor, "M D"]:
     """Stores keys and values in the rows and slots `where`, then attends.
 
-    blocks  row, first stream, number of streams and first slot of each; at most `most` streams if that is given
-    fill    whether streams that are in no block get zeros; else they are not written
+    blocks   of `blocks_of`, or with `private` of `blocks_of_bubbles`; at most `most` streams each if that is given
+    private  of a model with private forks, which are stored in a slot that is never read
+    fill     whether streams that are in no block get zeros; else they are not written
     """
     (_, heads, slots, size), m = key.shape, qkv.shape[0]
     tile, options = CHUNK, ahead(qkv.device)
@@ -163,9 +213,12 @@ def attend(
         qkv, cos, sin, cos if value_gate is None else value_gate, key, value, *where, q, m, slots,
         N=heads, GATE=value_gate is not None, H=size, BW=STORED, num_warps=4, **options,
     )  # fmt: skip
+    token, own_bias = (where[1], None) if private is None else private
     _attend[blocks.shape[0], heads](
         q, key, value, cos if key_bias is None else key_bias, blocks, out, 1 / math.sqrt(size), slots,
-        N=heads, BIAS=key_bias is not None, H=size, BW=tile.streams, BS=tile.slots, STAGES=tile.stages,
-        num_warps=tile.warps, **options,
+        qkv, cos, sin, cos if value_gate is None else value_gate,
+        cos if own_bias is None else own_bias, token, where[1],
+        N=heads, BIAS=key_bias is not None, GATE=value_gate is not None, PRIVATE=private is not None, H=size,
+        BW=tile.streams, BS=tile.slots, STAGES=tile.stages, num_warps=tile.warps, **options,
     )  # fmt: skip
     return out
