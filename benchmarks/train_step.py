@@ -2,6 +2,9 @@
 
 python benchmarks/train_step.py                                        all cases: minutes
 python benchmarks/train_step.py --cases 150m-plain 150m-r2-causal-residual
+python benchmarks/train_step.py --protocol long --cases plain r2
+    rows of `thoughtbubbles reproduce long` (default: all): docs/results/long/steps.json, which its report reads. Rows
+    that are measured already stay. Nothing else may run on the GPU
 
 Measures as `thoughtbubbles bench` (see its help): every case is checked against the reference path before it is timed.
 Writes the results, with ratios that show the cost of forking (`bars`).
@@ -13,12 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import write_results
+from common import command, write_results
 
-from thoughtbubbles.bench.cases import default_cases, find_cases
+from thoughtbubbles.bench.cases import Case, default_cases, find_cases
 from thoughtbubbles.bench.measure import Failed, Measured, product_tflops, run_cases
 from thoughtbubbles.bench.table import line, show
+from thoughtbubbles.files import read_object, write_json
+from thoughtbubbles.provenance import commit, device_name
+from thoughtbubbles.recipes.reproduce.protocols import PROTOCOLS, protocol
+from thoughtbubbles.recipes.reproduce.records import STEPS_FILE
 from thoughtbubbles.train.config import ComputeConfig
+
+FOR_REPORT = Path(__file__).parents[1] / "docs" / "results"
+VOCABULARY = 8192  # of the text behind docs/results
 
 # Description, case in the numerator, case in the denominator, and the number that is compared.
 BARS = [
@@ -79,18 +89,55 @@ def triton_version() -> str | None:
     return str(triton.__version__)
 
 
+def cases_of(name: str, rows: list[str] | None) -> list[Case]:
+    """The models of a protocol with one speed: not those whose forks begin later or whose budgets are drawn."""
+    found = protocol(name)
+    settings: dict[str, Any] = {"protocol": name, "seed": 0, "data": "", "n_tokens": 1, "vocab_size": VOCABULARY}
+    configs = {row: found.config(row, **settings) for row in rows or found.rows}
+    return [
+        Case(row, config.model, found.rows_per_step)
+        for row, config in configs.items()
+        if not config.budgets and not config.forks_from and found.rows[row].ensemble == 1
+    ]
+
+
+def write_step(case: Measured, device: torch.device, path: Path) -> None:
+    """Adds a row to the file, which has rows of one device and one version of torch."""
+    kind = {"device": device_name(device.type), "torch": torch.__version__, "tokens": case.rows * case.tokens}
+    before = read_object(path) if path.is_file() else {}
+    rows = before["rows"] if before and kind == {name: before[name] for name in kind} else {}
+    rows[case.name] = {
+        "milliseconds": case.step.milliseconds,
+        "low": case.step.low,
+        "high": case.step.high,
+        "command": command(),
+        "commit": commit() or "unknown",
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {**kind, "rows": rows})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--cases", nargs="+", help="see `thoughtbubbles bench --list` (default: its defaults)")
+    parser.add_argument(
+        "--cases", nargs="+", help="see `thoughtbubbles bench --list` (default: its defaults); rows of a protocol"
+    )
+    parser.add_argument("--protocol", choices=list(PROTOCOLS), help="measure the rows of this protocol")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--data", type=Path, help="a prepared folder (default: random tokens)")
     parser.add_argument("--residual", choices=["float32", "bf16"], default="float32")
-    parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, help="folder (default: benchmarks/results, or docs/results of a protocol)")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("this benchmark times a GPU, but none is available; use --device cpu to run without")
-    cases = find_cases(arguments.cases or default_cases(arguments.device))
+    if arguments.protocol:
+        if wrong := sorted(set(arguments.cases or ()) - set(protocol(arguments.protocol).rows)):
+            parser.error(f"--cases: {arguments.protocol} has no rows {', '.join(wrong)}")
+        cases = cases_of(arguments.protocol, arguments.cases)
+        steps = (arguments.out or FOR_REPORT) / arguments.protocol / STEPS_FILE
+    else:
+        cases = find_cases(arguments.cases or default_cases(arguments.device))
     device = torch.device(arguments.device)
     product = product_tflops(device)
     found: list[Measured | Failed] = []
@@ -99,6 +146,10 @@ def main() -> None:
         """Writes the results after every case, so that an interrupted run loses nothing."""
         found.append(case)
         print(line(case), flush=True)
+        if arguments.protocol:
+            if isinstance(case, Measured):
+                write_step(case, device, steps)
+            return
         numbers = {
             "triton": triton_version(),
             "repeats": arguments.repeats,

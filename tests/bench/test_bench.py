@@ -18,6 +18,7 @@ from thoughtbubbles.cli import main
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.loss import IGNORED
+from thoughtbubbles.recipes.reproduce.records import STEPS_FILE
 from thoughtbubbles.train.config import ComputeConfig
 
 CPU = torch.device("cpu")
@@ -218,6 +219,36 @@ def test_the_benchmark_writes_its_numbers_and_ratios(tmp_path, monkeypatch, caps
     assert step["ratio"] == pytest.approx(record["cases"][0]["step"]["milliseconds"] / plain)
     assert record["product_tflops"] > 0
     assert "nano-copy-3: forward and backward" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_steps_of_a_protocol_are_added_to_those_that_are_known(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import train_step
+
+    path = tmp_path / "laptop" / STEPS_FILE
+    for rows in (["plain", "r2"], ["r1"]):
+        arguments = ["--device", "cpu", "--protocol", "laptop", "--repeats", "2", "--out", str(tmp_path), "--cases"]
+        monkeypatch.setattr(sys, "argv", ["benchmarks/train_step.py", *arguments, *rows])
+        train_step.main()
+    found = json.loads(path.read_text())
+    assert list(found["rows"]) == ["plain", "r2", "r1"]
+    assert all(row["low"] <= row["milliseconds"] <= row["high"] for row in found["rows"].values())
+    assert found["rows"]["r2"]["command"].endswith("--protocol laptop --repeats 2 --cases plain r2")
+    assert found["tokens"] == 8 * 128
+    monkeypatch.setattr(sys, "argv", ["benchmarks/train_step.py", *arguments, "r7"])
+    with pytest.raises(SystemExit):
+        train_step.main()
+
+
+def test_rows_without_one_speed_have_no_step_of_their_own(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import train_step
+
+    names = {case.name for case in train_step.cases_of("screen", None)}
+    assert {"plain", "state-3"} <= names
+    assert not names & {"r2-late", "r2-elastic"}
+    assert "ensemble" not in {case.name for case in train_step.cases_of("scarce", None)}
 
 
 def test_bars_name_existing_cases(monkeypatch):

@@ -12,7 +12,7 @@ from thoughtbubbles.recipes.reproduce.answers import answers
 from thoughtbubbles.recipes.reproduce.compare_rows import Difference, curve_differences, difference
 from thoughtbubbles.recipes.reproduce.figures import figures
 from thoughtbubbles.recipes.reproduce.plots import is_current, spread
-from thoughtbubbles.recipes.reproduce.records import gpu_seconds, read_evidence, read_protocol
+from thoughtbubbles.recipes.reproduce.records import STEPS_FILE, gpu_seconds, read_evidence, read_protocol
 from thoughtbubbles.recipes.reproduce.report import SECTIONS, rendered, write_report
 from thoughtbubbles.recipes.reproduce.sentences import evidence_line, sentence
 from thoughtbubbles.recipes.reproduce.tables import (
@@ -102,7 +102,7 @@ def test_a_row_of_the_table(tmp_path):
         "3 of 3",
         "12,000,000",
         "13.1M",
-        "300",
+        "≤ 300",
         "2.9833 (0.0300)",
         "0.9944",
         "−0.0267 ± 0.0033",
@@ -169,7 +169,7 @@ def test_times_of_different_gpus_are_shown_but_not_compared(tmp_path):
     records = rows("long", losses)
     records[1]["device"] = "NVIDIA H100"
     evidence = read_evidence(write(tmp_path, *records))
-    assert line_of(protocol_table(evidence.results["long"]), "r2")[5] == "300 (NVIDIA H100)"
+    assert line_of(protocol_table(evidence.results["long"]), "r2")[5] == "≤ 300 (NVIDIA H100)"
     assert "different devices (NVIDIA H100, NVIDIA H200)" in paragraph(answers(evidence), "Does it help at equal GPU")
     (figure,) = (each for each in figures(evidence)["pays"] if each.name == "long-gpu-seconds")
     assert not figure.series
@@ -236,6 +236,21 @@ def test_gpu_time_is_that_of_the_seed_that_had_the_gpu_to_itself(tmp_path):
     assert results.cost("plain", gpu_seconds) == 200.0  # 500 tokens on average, 2.5 per second
 
 
+def test_gpu_time_is_that_of_a_step_alone_if_it_was_measured(tmp_path):
+    plain, r2 = made_up("long", "plain", 0, 3.0), made_up("long", "r2", 0, 2.9)
+    write(tmp_path, plain, r2)
+    per_step = plain["config"]["tokens_per_step"]
+    alone = {"device": plain["device"], "torch": "2", "tokens": per_step, "rows": {"plain": {"milliseconds": 13.0}}}
+
+    def shown(**changes) -> list[str]:
+        (tmp_path / "long" / STEPS_FILE).write_text(json.dumps({**alone, **changes}))
+        table = protocol_table(read_evidence(tmp_path).results["long"])
+        return [line_of(table, row)[5] for row in ("plain", "r2")]
+
+    assert shown() == [f"{plain['tokens'] / per_step * 0.013:,.0f}", "≤ 300"]
+    assert shown(device="another") == shown(tokens=1) == ["≤ 300", "≤ 300"]
+
+
 def test_the_leak_of_block_selection(tmp_path):
     gap = {"mean": 0.012, "standard_error": 0.002, "largest": 1.5, "same_greedy": 0.9}
     ways = {"blockwise": 2.9, "autoregressive": 2.912, "fixed": 2.98, "cached": 2.915}
@@ -291,12 +306,18 @@ def test_decoding_times_and_cache(tmp_path):
 def test_ideas_are_compared_with_both_plain_models(tmp_path):
     for row, nats in (("plain", 3.4), ("head-gate", 3.38), ("r2-private", 3.37)):
         write(tmp_path, made_up("screen", row, 0, nats, autoregressive=None))
-    table = screen_table(read_evidence(tmp_path).results["screen"])
+    write(tmp_path, *rows("long", {"plain": [3.0, 3.02], "head-gate": [2.99, 3.0]}))
+    found = read_evidence(tmp_path).results
+    table = screen_table(found["screen"], found["long"])
     assert line_of(table, "plain")[3:5] == ["3.4000", "–"]
     assert line_of(table, "r2-private")[3] == "**3.3700**"
     assert line_of(table, "r2-private")[4].startswith("−0.0300")
     assert line_of(table, "r2-private")[5].startswith("−0.0100")
     assert line_of(table, "state-3")[2:] == ["not run", "–", "–", "–"]
+    trusted = next(line for line in table.splitlines() if line.startswith("How far"))
+    assert "`head-gate` −0.0200 ±" in trusted
+    assert " here, −0.0150 ± 0.0050 there (in `long`)." in trusted
+    assert "r2-private" not in trusted
 
 
 def test_sweep_sources_forks_and_benchmarks(tmp_path):

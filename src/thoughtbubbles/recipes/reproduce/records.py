@@ -1,12 +1,14 @@
 """The records of docs/results, ROW-seedN.json in a folder per protocol: read, and checked before they are compared.
 
+Beside them, steps.json has the time of a training step of each row, alone on the GPU (benchmarks/train_step.py).
+
 Records of one protocol must have the same version and the same text, and all be from a GPU or all from a CPU: anything
 else cannot be compared, and raises ValueError. GPU times are compared only between records of the same device.
 """
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from thoughtbubbles.files import read_object
 from thoughtbubbles.recipes.reproduce.protocols import PLAIN, PROTOCOLS, Protocol, protocol
 from thoughtbubbles.recipes.reproduce.study import Record, read_record
 
+STEPS_FILE = "steps.json"
 Value = Callable[[Record], float]
 REQUIRED = (  # what every table uses; a dot goes into a nested field
     *("version", "protocol", "row", "seed", "what", "device", "parameters", "tokens", "flops", "gpu_seconds", "curve"),
@@ -30,6 +33,8 @@ class Results:
     name: str
     protocol: Protocol
     rows: Mapping[str, Mapping[int, Record]]
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of a training step alone on the device that all records are from, by row."""
 
     def __contains__(self, row: str) -> bool:
         return row in self.rows
@@ -62,9 +67,12 @@ class Results:
         return statistics.fmean(map(value, self.rows[row].values()))
 
     def cost(self, row: str, value: Value) -> float:
-        """What a row costs: GPU time at the speed of its fastest seed, since others shared the GPU; else the mean."""
+        """What a row costs, in the mean. GPU time: at the speed of a step alone on the GPU; if that is not measured, of
+        the fastest seed, since others shared the GPU."""
         if value is not gpu_seconds:
             return self.mean(row, value)
+        if row in self.step_seconds:
+            return self.mean(row, steps) * self.step_seconds[row]
         return self.mean(row, tokens) / max(tokens(each) / gpu_seconds(each) for each in self.rows[row].values())
 
     def ratio(self, row: str, value: Value, *, over: str = PLAIN) -> float:
@@ -90,6 +98,10 @@ def parameters(record: Record) -> float:
 def tokens(record: Record) -> float:
     """Trained on, with repetitions."""
     return float(record["tokens"])
+
+
+def steps(record: Record) -> float:
+    return tokens(record) / float(record["config"]["tokens_per_step"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +141,19 @@ def read_protocol(folder: Path, name: str) -> Results:
         of_row = {record["seed"]: record for record in records.values() if record["row"] == row}
         if of_row:
             rows[row] = dict(sorted(of_row.items()))
-    return Results(name=name, protocol=found, rows=rows)
+    return Results(name=name, protocol=found, rows=rows, step_seconds=read_steps(folder / name / STEPS_FILE, rows))
+
+
+def read_steps(path: Path, rows: Mapping[str, Mapping[int, Record]]) -> dict[str, float]:
+    """Seconds of a training step by row; of other devices than that of the records they say nothing."""
+    if not path.is_file():
+        return {}
+    found = read_object(path)
+    devices = {record["device"] for seeds in rows.values() for record in seeds.values()}
+    sizes = {record["config"]["tokens_per_step"] for seeds in rows.values() for record in seeds.values()}
+    if devices != {found["device"]} or sizes != {found["tokens"]}:
+        return {}
+    return {row: each["milliseconds"] / 1000 for row, each in found["rows"].items()}
 
 
 def is_cpu(device: str) -> bool:

@@ -46,7 +46,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Evidence], str]]] = {
     "answers": ("Answers", answers),
     "long": ("Protocol `long`", lambda found: protocol_table(found.results["long"])),
     "short": ("Protocol `short`", lambda found: protocol_table(found.results["short"])),
-    "screen": ("Protocol `screen`", lambda found: screen_table(found.results["screen"])),
+    "screen": ("Protocol `screen`", lambda found: screen_table(found.results["screen"], found.results["long"])),
     "scarce": ("Protocol `scarce`", lambda found: protocol_table(found.results["scarce"])),
     "laptop": ("Protocol `laptop`", lambda found: protocol_table(found.results["laptop"])),
     "curves": ("During training", lambda found: shown(found, "curves")),
