@@ -405,6 +405,18 @@ def test_a_prompt_that_fills_the_context_can_be_scored():
         engine.submit(Request(prompt=(1,), max_new=0))
 
 
+def test_a_chunk_is_not_read_twice_in_a_step_whoever_reads_it():
+    """Prompts that cannot be copied themselves, since they end with it or are scored, are copied from."""
+    prompt = ids(5, 22)
+    for first in (Request(prompt=prompt[:8], max_new=1), Request(prompt=prompt, max_new=1, score_prompt=True)):
+        engine = Engine(model(), rows=2, chunk=8)
+        engine._scheduler.step_tokens = 24
+        handles = [engine.submit(first), engine.submit(Request(prompt=prompt, max_new=1))]
+        for _ in engine.run():
+            pass
+        assert [handle.n_shared for handle in handles] == [0, 8]
+
+
 @pytest.mark.parametrize(("step_tokens", "expected"), [(8, [8, 16, 24]), (16, [16, 27, 27])])
 def test_a_step_reads_no_more_than_it_may(step_tokens, expected):
     """Of the prompt of 11 tokens a chunk of 8 at most."""

@@ -139,3 +139,16 @@ def test_prompts_wait_for_each_other_while_others_generate():
     for _ in range(3):
         engine.step()
     assert engine.stats().tokens_read == 19
+
+
+def test_a_prompt_of_several_chunks_does_not_wait_for_each_of_them():
+    engine, _ = compiled(rows=3, chunk=4)
+    engine.submit(Request(prompt=ids(0, 2), max_new=30, sampling=GREEDY))
+    engine.step()
+    long = engine.submit(Request(prompt=ids(1, 14), max_new=2, sampling=GREEDY))
+    for n in (4, 8, 12, 14):
+        engine.step()
+        assert long.n_read == n
+    short = engine.submit(Request(prompt=ids(2, 3), max_new=2, sampling=GREEDY))
+    engine.step()
+    assert short.n_read == 0

@@ -51,7 +51,7 @@ if __name__ == "__main__":
         "plain": {"fork_layers": (), "merge": "original"},
         "no bias": {"gate_qk": False},
         "private": private,
-        "private, no gates": {**private, "gate_qk": False, "gate_v": False, "merge": "forks"},
+        "private, no gates": {**private, "fork_layers": (1,), "gate_qk": False, "gate_v": False, "merge": "forks"},
     }
     pairs = list(zip(*(readings(with_kernel=one, **cases[sys.argv[1]]) for one in (True, False)), strict=True))
     worst = max(float((a.logits - b.logits).abs().max()) for a, b in pairs)

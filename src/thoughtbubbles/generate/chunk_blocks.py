@@ -49,7 +49,7 @@ class Flat(NamedTuple):
 
 def supports(config: ModelConfig) -> bool:
     """Whether the kernel has the model's reach: all forks, or private ones in bubbles that fit in its blocks."""
-    if config.fork_reach is None:
+    if config.fork_reach is None or not config.fork_layers:
         return True
     from thoughtbubbles.kernels.chunk import WIDEST_PRIVATE
 

@@ -2,10 +2,10 @@
 
     submit → waiting → reading its prompt, a chunk per step → one token per step → finished: its row is free again
 
-A step reads one token of every row that generates, and a chunk of prompts, which take turns, in one packed batch
-(packed.py): nobody waits for the end of a long prompt. The cache has a fixed number of rows that never move. A prompt
-that begins like another one with the same budget copies those chunks from a row that has them, also from a finished
-one (scheduler.py).
+A step reads one token of every row that generates, and a chunk of prompts (if compiled, chunks of several), in one
+packed batch (packed.py). Prompts take turns: nobody waits for the end of a long one. The cache has a fixed number of
+rows that never move. A prompt that begins like another one with the same budget copies those chunks from a row that has
+them, also from a finished one (scheduler.py).
 
 Draws depend on seed and place in the text. So what a request gets does not depend on its company, except for rounding
 (equal tokens in float64).
@@ -67,8 +67,9 @@ class Engine:
     """Generates for many requests at the same time, each with its own budget and sampling.
 
     rows         requests that are worked on at the same time; others wait
-    chunk        tokens of a prompt that are read per step, and the unit in which prompts share their beginnings. By
-                 default 64, and 512 with `compiled`, where a chunk takes longer than a step
+    chunk        tokens of prompts that are read per step, and the unit in which prompts share their beginnings. By
+                 default 64, and 512 with `compiled`, where a step reads chunks of several prompts: 1,024 tokens, or one
+                 chunk if that is more
     waiting      how many requests may wait; None: any number. Beyond it `submit` raises QueueFull
     max_budget   the largest budget of a request, which sets the memory of a row. By default 4, or the model's own
     capacity     the most tokens of a row; by default the context length (`block_size`)

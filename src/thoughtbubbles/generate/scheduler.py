@@ -142,25 +142,35 @@ class Scheduler(Generic[W]):
     def plan(self) -> list[tuple[W, int]]:
         """Who is read in this step, and how many tokens: all that generate, and chunks of prompts while they fit."""
         plan = [(work, 1) for work in self.live if work.next is not None]
-        left = sum(len(work.prompt) - work.n_read for work in self._reading)
-        if plan and 0 < left < self.step_tokens and self._gathered < self.gather:
+        if plan and self._should_wait():
             self._gathered += 1
             return plan
         self._gathered, room = 0, self.step_tokens
         planned: set[bytes] = set()
         for work in self._reading:
             self._share(work)
-            n = min(self.chunk - work.n_read % self.chunk, len(work.prompt) - work.n_read)
+            n = self._due(work)
             if n > room:
                 break
-            if n == self.chunk and work.can_share and self._copy is not None and work.n_read + n < len(work.prompt):
+            if n == self.chunk and self._copy is not None:
                 key = work.beginning(work.n_read // self.chunk + 1, self.chunk)
-                if key in planned:
+                if key in planned and work.can_share and work.n_read + n < len(work.prompt):
                     continue  # another prompt reads the same chunk now: it is copied in the next step
                 planned.add(key)
             plan.append((work, n))
             room -= n
         return plan
+
+    def _due(self, work: W) -> int:
+        """Tokens of its prompt up to the end of a chunk."""
+        return min(self.chunk - work.n_read % self.chunk, len(work.prompt) - work.n_read)
+
+    def _should_wait(self) -> bool:
+        """Whether others may come whose prompts are read in the same step: only short ones that have not begun wait."""
+        if not self._reading or self._gathered >= self.gather:
+            return False
+        due = [self._due(work) for work in self._reading]
+        return sum(due) < self.step_tokens and max(due) < self.chunk and not any(w.n_read for w in self._reading)
 
     def done(self, work: W, n: int) -> None:
         """Its next n tokens were read. Prompts take turns, so a short one does not wait for the end of a long one."""
