@@ -42,6 +42,9 @@ def commit() -> str | None:
 
 def device_name(device: str | torch.device) -> str:
     """The name of the GPU, or the CPU's architecture and its threads."""
-    if torch.device(device).type == "cuda":
+    kind = torch.device(device).type
+    if kind == "cuda":
         return torch.cuda.get_device_name(device)
+    if kind != "cpu":  # a GPU whose name torch does not know
+        return f"{platform.machine()} {kind}"
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
