@@ -111,6 +111,8 @@ BLOCK = "block selection (the paper's), 2 streams per token"
 # For the rows without forks and for those with them. Once `long-sweep` is recorded, a test compares them with its best
 # settings.
 TUNED = {"plain": {"lr": 3e-3, "weight_decay": 0.1}, "r2": {"lr": 3e-3, "weight_decay": 0.1}}
+# Every fork is seen inside its bubble alone, has score 1, and predicts; originals carry state for later tokens.
+STATE: dict[str, Any] = {"fork_reach": 0, "merge": "forks", "score_bias": 60}
 LONG = plain_model(n_layer=12, n_head=4, width=256)
 LONG_OPTIM = OptimConfig(warmup=0.02)
 
@@ -138,6 +140,14 @@ def long() -> Protocol:
         "copy-3": Row(what="copy-3: every embedding three times", model={"copies": 3}, optim=plain),
         "wider": Row(what="plain GPT of width 384", model={"width": 384, "n_head": 6}, optim=plain),
         "longer": Row(what="plain GPT, 1.8 × the tokens", optim=plain, length=1.8),
+        # Of `screen`: candidates for better forks with the gate per head, and their control without a fork.
+        "r1-gate": Row(what="r = 1, a sigmoid gate per head", model=forks(1, head_gate=True), optim=forked),
+        "r2-gate": Row(what="r = 2, a sigmoid gate per head", model=forks(2, head_gate=True), optim=forked),
+        "state-3-gate": Row(
+            what="every token forked once before block 3, private; forks predict; a sigmoid gate per head",
+            model=forks(2, layers=(3,), **STATE, head_gate=True),
+            optim=forked,
+        ),
     }
     return Protocol(
         what="12 layers of width 256, four epochs of the text", model=LONG, optim=LONG_OPTIM, rows=rows, epochs=4.0
@@ -173,7 +183,6 @@ def screen() -> Protocol:
     seen = {"": "seen by all", "-reach64": "seen by 64 tokens", "-private": "private"}
     reach: dict[str, int | None] = {"": None, "-reach64": 64, "-private": 0}
     merges = {"": "residual", "-mixture": "mixture", "-forks": "forks"}
-    state = {"fork_reach": 0, "merge": "forks", "score_bias": 60}
     modern: dict[str, Any] = {"block": "modern"}
     plain, forked = TUNED["plain"], TUNED["r2"]
     rows = {
@@ -192,7 +201,7 @@ def screen() -> Protocol:
         **{
             f"state-{layer}": Row(
                 what=f"every token forked once before block {layer}, all scores 1, private; forks predict",
-                model=forks(2, layers=(layer,), **state),
+                model=forks(2, layers=(layer,), **STATE),
                 optim=forked,
             )
             for layer in (0, 3, 6)
@@ -200,7 +209,7 @@ def screen() -> Protocol:
         **{
             f"state-{layer}-again": Row(
                 what=f"`state-{layer}`, forks go through all blocks from {layer} on a second time",
-                model=forks(2, layers=(layer,), **state, second_pass=layer),
+                model=forks(2, layers=(layer,), **STATE, second_pass=layer),
                 optim=forked,
             )
             for layer in (3, 6)
@@ -209,7 +218,7 @@ def screen() -> Protocol:
         "r2-gate": Row(what="r = 2, a sigmoid gate per head", model=forks(2, head_gate=True), optim=forked),
         "state-3-gate": Row(
             what="`state-3`, a sigmoid gate per head",
-            model=forks(2, layers=(3,), **state, head_gate=True),
+            model=forks(2, layers=(3,), **STATE, head_gate=True),
             optim=forked,
         ),
         "r2-private-gate": Row(
@@ -241,7 +250,7 @@ def screen() -> Protocol:
         "modern-gate": Row(what="`modern`, a sigmoid gate per head", model={**modern, "head_gate": True}, optim=plain),
         "modern-r2": Row(what="`r2` with the blocks of `modern`", model=forks(2, **modern), optim=forked),
         "modern-state-3": Row(
-            what="`state-3` with the blocks of `modern`", model=forks(2, layers=(3,), **state, **modern), optim=forked
+            what="`state-3` with the blocks of `modern`", model=forks(2, layers=(3,), **STATE, **modern), optim=forked
         ),
         "r2-late": Row(
             what="r = 2 in the last quarter, r = 1 before", model=forks(2), optim=forked, run={"forks_from": 0.75}
