@@ -28,7 +28,7 @@ from thoughtbubbles.recipes.reproduce.records import STEPS_FILE
 from thoughtbubbles.train.config import ComputeConfig
 
 FOR_REPORT = Path(__file__).parents[1] / "docs" / "results"
-VOCABULARY = 8192  # of the text behind docs/results
+VOCABULARY = {"short": 50257}  # of the text behind docs/results; else 8,192
 
 # Description, case in the numerator, case in the denominator, and the number that is compared.
 BARS = [
@@ -92,7 +92,8 @@ def triton_version() -> str | None:
 def cases_of(name: str, rows: list[str] | None) -> list[Case]:
     """The models of a protocol with one speed: not those whose forks begin later or whose budgets are drawn."""
     found = protocol(name)
-    settings: dict[str, Any] = {"protocol": name, "seed": 0, "data": "", "n_tokens": 1, "vocab_size": VOCABULARY}
+    vocab_size = VOCABULARY.get(name, 8192)
+    settings: dict[str, Any] = {"protocol": name, "seed": 0, "data": "", "n_tokens": 1, "vocab_size": vocab_size}
     configs = {row: found.config(row, **settings) for row in rows or found.rows}
     return [
         Case(row, config.model, found.rows_per_step)
@@ -101,11 +102,18 @@ def cases_of(name: str, rows: list[str] | None) -> list[Case]:
     ]
 
 
-def write_step(case: Measured, device: torch.device, path: Path) -> None:
-    """Adds a row to the file, which has rows of one device and one version of torch."""
-    kind = {"device": device_name(device.type), "torch": torch.__version__, "tokens": case.rows * case.tokens}
-    before = read_object(path) if path.is_file() else {}
-    rows = before["rows"] if before and kind == {name: before[name] for name in kind} else {}
+def read_steps(path: Path, kind: dict[str, Any]) -> dict[str, Any]:
+    """The rows that are known already: all of one device, version of torch, size of a step and vocabulary."""
+    if not path.is_file():
+        return {}
+    known = read_object(path)
+    if other := {name: known[name] for name in kind if known[name] != kind[name]}:
+        raise SystemExit(f"{path} was measured with {other}, not {kind}: give another --out, or remove it")
+    return dict(known["rows"])
+
+
+def write_step(case: Measured, path: Path, kind: dict[str, Any]) -> None:
+    rows = read_steps(path, kind)
     rows[case.name] = {
         "milliseconds": case.step.milliseconds,
         "low": case.step.low,
@@ -136,6 +144,9 @@ def main() -> None:
             parser.error(f"--cases: {arguments.protocol} has no rows {', '.join(wrong)}")
         cases = cases_of(arguments.protocol, arguments.cases)
         steps = (arguments.out or FOR_REPORT) / arguments.protocol / STEPS_FILE
+        size = {"tokens": cases[0].rows * cases[0].config.block_size, "vocab_size": cases[0].config.vocab_size}
+        kind = {"device": device_name(arguments.device), "torch": torch.__version__, **size}
+        read_steps(steps, kind)  # before anything is measured
     else:
         cases = find_cases(arguments.cases or default_cases(arguments.device))
     device = torch.device(arguments.device)
@@ -148,7 +159,7 @@ def main() -> None:
         print(line(case), flush=True)
         if arguments.protocol:
             if isinstance(case, Measured):
-                write_step(case, device, steps)
+                write_step(case, steps, kind)
             return
         numbers = {
             "triton": triton_version(),

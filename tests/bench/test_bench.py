@@ -239,6 +239,11 @@ def test_steps_of_a_protocol_are_added_to_those_that_are_known(tmp_path, monkeyp
     monkeypatch.setattr(sys, "argv", ["benchmarks/train_step.py", *arguments, "r7"])
     with pytest.raises(SystemExit):
         train_step.main()
+    path.write_text(json.dumps({**found, "device": "another"}))
+    monkeypatch.setattr(sys, "argv", ["benchmarks/train_step.py", *arguments, "plain"])
+    with pytest.raises(SystemExit, match=r"was measured with \{'device': 'another'\}"):
+        train_step.main()
+    assert json.loads(path.read_text())["rows"] == found["rows"]
 
 
 def test_rows_without_one_speed_have_no_step_of_their_own(monkeypatch):
@@ -249,6 +254,7 @@ def test_rows_without_one_speed_have_no_step_of_their_own(monkeypatch):
     assert {"plain", "state-3"} <= names
     assert not names & {"r2-late", "r2-elastic"}
     assert "ensemble" not in {case.name for case in train_step.cases_of("scarce", None)}
+    assert {case.config.vocab_size for case in train_step.cases_of("short", None)} == {50304}  # GPT-2's, of whole tiles
 
 
 def test_bars_name_existing_cases(monkeypatch):

@@ -62,7 +62,7 @@ class Scheduler(Generic[W]):
 
     waiting      how many requests may wait besides those that find a free row; None: any number
     step_tokens  tokens of prompts that a step reads at most, each of them a chunk or less; by default one chunk
-    gather       for how many steps of others prompts may wait until there are as many tokens of them
+    gather       for how many steps of others short prompts may wait until there are as many tokens of them
     copy         `copy(source, row, n_tokens)` lets a row begin with the first tokens of another one
     """
 

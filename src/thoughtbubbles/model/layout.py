@@ -52,6 +52,8 @@ class Reach(NamedTuple):
 
 
 class Layout(NamedTuple):
+    """Made by its constructor where it is compiled: PyTorch 2.11 cannot return what `_replace` makes."""
+
     rotary: Rotary
     key_bias: Float[Tensor, "B S"] | None = None  # added to the scaled attention logits
     value_gate: Float[Tensor, "B S"] | None = None  # multiplies the values

@@ -117,6 +117,20 @@ LONG = plain_model(n_layer=12, n_head=4, width=256)
 LONG_OPTIM = OptimConfig(warmup=0.02)
 
 
+def gated_forks() -> dict[str, Row]:
+    """Candidates for better forks with the gate per head, and their control without a fork."""
+    every = "every token forked once before block 3, all scores 1, private; forks predict"
+    models = {
+        "r1-gate": ("r = 1", forks(1)),
+        "r2-gate": ("r = 2", forks(2)),
+        "state-3-gate": (every, forks(2, layers=(3,), **STATE)),
+    }
+    return {
+        name: Row(what=f"{what}; a sigmoid gate per head", model={**model, "head_gate": True}, optim=TUNED["r2"])
+        for name, (what, model) in models.items()
+    }
+
+
 def long() -> Protocol:
     plain, forked = TUNED["plain"], TUNED["r2"]
     rows = {
@@ -140,14 +154,7 @@ def long() -> Protocol:
         "copy-3": Row(what="copy-3: every embedding three times", model={"copies": 3}, optim=plain),
         "wider": Row(what="plain GPT of width 384", model={"width": 384, "n_head": 6}, optim=plain),
         "longer": Row(what="plain GPT, 1.8 × the tokens", optim=plain, length=1.8),
-        # Of `screen`: candidates for better forks with the gate per head, and their control without a fork.
-        "r1-gate": Row(what="r = 1, a sigmoid gate per head", model=forks(1, head_gate=True), optim=forked),
-        "r2-gate": Row(what="r = 2, a sigmoid gate per head", model=forks(2, head_gate=True), optim=forked),
-        "state-3-gate": Row(
-            what="every token forked once before block 3, private; forks predict; a sigmoid gate per head",
-            model=forks(2, layers=(3,), **STATE, head_gate=True),
-            optim=forked,
-        ),
+        **gated_forks(),
     }
     return Protocol(
         what="12 layers of width 256, four epochs of the text", model=LONG, optim=LONG_OPTIM, rows=rows, epochs=4.0
@@ -214,13 +221,7 @@ def screen() -> Protocol:
             )
             for layer in (3, 6)
         },
-        "r1-gate": Row(what="r = 1, a sigmoid gate per head", model=forks(1, head_gate=True), optim=forked),
-        "r2-gate": Row(what="r = 2, a sigmoid gate per head", model=forks(2, head_gate=True), optim=forked),
-        "state-3-gate": Row(
-            what="`state-3`, a sigmoid gate per head",
-            model=forks(2, layers=(3,), **STATE, head_gate=True),
-            optim=forked,
-        ),
+        **gated_forks(),
         "r2-private-gate": Row(
             what="r = 2, private forks, a sigmoid gate per head",
             model=forks(2, fork_reach=0, head_gate=True),

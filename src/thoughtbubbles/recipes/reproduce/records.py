@@ -145,15 +145,20 @@ def read_protocol(folder: Path, name: str) -> Results:
 
 
 def read_steps(path: Path, rows: Mapping[str, Mapping[int, Record]]) -> dict[str, float]:
-    """Seconds of a training step by row; of other devices than that of the records they say nothing."""
+    """Seconds of a training step by row; those of another device or size than the records' say nothing."""
     if not path.is_file():
         return {}
     found = read_object(path)
-    devices = {record["device"] for seeds in rows.values() for record in seeds.values()}
-    sizes = {record["config"]["tokens_per_step"] for seeds in rows.values() for record in seeds.values()}
-    if devices != {found["device"]} or sizes != {found["tokens"]}:
+    measured = found["device"], found["tokens"], found["vocab_size"]
+    records = [record for seeds in rows.values() for record in seeds.values()]
+    if {(each["device"], *size_of_step(each["config"])) for each in records} != {measured}:
         return {}
     return {row: each["milliseconds"] / 1000 for row, each in found["rows"].items()}
+
+
+def size_of_step(config: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Tokens, and the vocabulary."""
+    return config["tokens_per_step"], config["model"].get("vocab_size")
 
 
 def is_cpu(device: str) -> bool:
