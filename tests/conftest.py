@@ -1,7 +1,7 @@
 """Shape annotations are checked at run time in tests only; every test starts from the same seed.
 
-Checking takes longer than a small model itself, so not all tests do it: those of the model that are not slow or many,
-and a file of each folder that has annotated functions.
+Checking takes longer than a small model itself, so not all tests do it: those of the model that are not slow, and a
+file of each folder that has annotated functions.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,6 @@ WITH_SHAPE_CHECKS = [
     *(FOLDER / name for name in ("analysis/test_analyze.py", "interop/test_hf_model.py")),
 ]
 
-MANY = [FOLDER / "model" / name for name in ("test_oracle.py", "test_causality.py")]
-
 torch.set_num_threads(1)  # tests run side by side; here for module fixtures too, which run before those of a test
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
@@ -37,8 +35,8 @@ settings.load_profile("repeatable")
 @pytest.fixture(autouse=True)
 def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
     is_checked = any(place in (request.path, *request.path.parents) for place in WITH_SHAPE_CHECKS)
-    takes_long = request.path in MANY or request.node.get_closest_marker("slow") is not None
-    jaxtyping.config.update("jaxtyping_disable", takes_long or not is_checked)
+    is_slow = request.node.get_closest_marker("slow") is not None
+    jaxtyping.config.update("jaxtyping_disable", is_slow or not is_checked)
     torch.set_num_threads(1)  # if a test has changed it: sums keep their order
     torch.manual_seed(0)
     yield

@@ -125,7 +125,7 @@ def same_numbers_on_a_gpu() -> None:
 CHECKS = {
     "one graph": lambda: same_numbers("aot_eager", "nano"),
     "one graph, other forms": lambda: same_numbers("aot_eager", *(form for form in FORMS if form != "nano")),
-    "generated code": lambda: same_numbers("inductor", "nano", "nano-paper", "nano-private"),
+    "generated code": lambda: same_numbers("inductor", *FORMS),
     "low scores in bfloat16": low_scores_in_bfloat16,
     "generated code on a GPU": same_numbers_on_a_gpu,
     "low scores in bfloat16 on a GPU": lambda: low_scores_in_bfloat16("cuda"),

@@ -318,7 +318,7 @@ def test_ideas_are_compared_with_both_plain_models(tmp_path):
     assert line_of(table, "state-3")[2:] == ["not run", "–", "–", "–"]
     trusted = next(line for line in table.splitlines() if line.startswith("How far"))
     assert "`head-gate` −0.0200 ±" in trusted
-    assert " here, −0.0150 ± 0.0050 there (in `long`)." in trusted
+    assert " here and −0.0150 ± 0.0050 in `long`." in trusted
     assert "r2-private" not in trusted
 
 

@@ -111,8 +111,8 @@ def screen_table(results: Results, long: Results) -> str:
     headings = ("row", "model", f"{unit(results)} seconds", "nats per token", "against `plain`", "against `head-gate`")
     parts = [markdown(headings, lines), *([measured_on(results)] if results.rows else [])]
     both = [row for row in results.rows if row != PLAIN and difference(long, row, PLAIN)]
-    if pairs := [f"`{row}` {cell(results, row)} here, {cell(long, row)} there" for row in both]:
-        parts.append(f"How far a screen can be trusted: against `plain`, {'; '.join(pairs)} (in `long`).")
+    if pairs := [f"`{row}` {cell(results, row)} here and {cell(long, row)} in `long`" for row in both]:
+        parts.append(f"How far a screen can be trusted: against `plain`, {'; '.join(pairs)}.")
     return "\n\n".join(parts)
 
 
