@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 Value = TypeVar("Value")
 PATIENCE = timedelta(hours=4)  # for work of one rank while the others wait: checksums of large data, a slow disk
 DEVICES = ("cuda", "mps", "cpu")  # in the order in which `auto` looks for them
+GROUPS = count()  # process groups that this process has joined
 
 
 class World(NamedTuple):
@@ -77,6 +80,15 @@ def find_device(wanted: str, *, among: Collection[str] = DEVICES) -> str:
     return wanted
 
 
+@cache
+def rendezvous() -> tuple[dist.Store, int, int]:
+    """The ranks' shared store, the own rank and their number.
+
+    The store remembers the addresses of a group after its end: a second group with the same keys would wait forever.
+    """
+    return next(iter(dist.rendezvous("env://")))
+
+
 @contextmanager
 def joined(device: str = "auto") -> Iterator[World]:
     """Joins the process group if started by torchrun, and leaves it at the end."""
@@ -89,8 +101,13 @@ def joined(device: str = "auto") -> Iterator[World]:
     own = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else 0)
     if kind == "cuda":
         torch.cuda.set_device(own)
+    store, rank, size = rendezvous()
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", device_id=own if kind == "cuda" else None
+        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+        store=dist.PrefixStore(f"group-{next(GROUPS)}", store),
+        rank=rank,
+        world_size=size,
+        device_id=own if kind == "cuda" else None,
     )
     try:
         cpu_group = dist.new_group(backend="gloo", timeout=PATIENCE)

@@ -1,6 +1,6 @@
 """Run in a separate process with TRITON_INTERPRET=1: attention of chunks, on the CPU, against the path without kernels.
 
-Prints one JSON object: the largest difference of logits, and whether the streams agree.
+Prints one JSON object: for each case the largest difference of logits, and whether the streams agree.
 """
 
 import json
@@ -41,6 +41,14 @@ def readings(*, with_kernel: bool, **changes) -> list[Prediction]:
     return found
 
 
+def differences(**changes) -> dict[str, float | bool]:
+    pairs = list(zip(*(readings(with_kernel=one, **changes) for one in (True, False)), strict=True))
+    return {
+        "logits": max(float((a.logits - b.logits).abs().max()) for a, b in pairs),
+        "same_streams": all(torch.equal(a.streams, b.streams) for a, b in pairs),
+    }
+
+
 if __name__ == "__main__":
     chunk.CHUNK = chunk.Tile(16, 16, 1, 4)  # several blocks of a row, and several turns in each
     decode.FEW_ROWS = 1024  # the library's product in float32 is for GPUs only
@@ -53,6 +61,4 @@ if __name__ == "__main__":
         "private": private,
         "private, no gates": {**private, "fork_layers": (1,), "gate_qk": False, "gate_v": False, "merge": "forks"},
     }
-    pairs = list(zip(*(readings(with_kernel=one, **cases[sys.argv[1]]) for one in (True, False)), strict=True))
-    worst = max(float((a.logits - b.logits).abs().max()) for a, b in pairs)
-    json.dump({"logits": worst, "same_streams": all(torch.equal(a.streams, b.streams) for a, b in pairs)}, sys.stdout)
+    json.dump({name: differences(**case) for name, case in cases.items()}, sys.stdout)

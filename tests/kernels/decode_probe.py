@@ -66,4 +66,4 @@ if __name__ == "__main__":
         "private, many": {"few": False, "fork_reach": 0, "steps": 2, "lengths": (20, 18, 2), "merge": "forks"},
         "no gates": {"gate_qk": False, "gate_v": False, "gate_residual": False, "steps": 2},
     }
-    json.dump(differences(**cases[sys.argv[1]]), sys.stdout)
+    json.dump({name: differences(**case) for name, case in cases.items()}, sys.stdout)

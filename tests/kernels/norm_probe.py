@@ -104,17 +104,12 @@ def column_sums(rows: int, columns: int) -> Found:
     return {"sums": error(sums.column_sums(x), x.double().sum(0))}
 
 
-def quick() -> dict[str, Callable[[], Found]]:
+def cases() -> dict[str, Callable[[], Found]]:
     return {
         "sums": lambda: column_sums(37, 21),
         "add and norm": lambda: Adds(9, 24, save_sum=False).errors(),
         "norm alone": lambda: Adds(9, 24, update=False).errors(),
         "norm of next to nothing": lambda: Adds(9, 24, update=False, mean=0.0, spread=1e-3).errors(),  # eps counts
-    }
-
-
-def full() -> dict[str, Callable[[], Found]]:
-    return {
         **{
             f"add {form}": lambda form=form: Adds(5, 40, **dict(zip(FORMS, form, strict=True))).errors()
             for form in itertools.product((True, False), repeat=len(FORMS))

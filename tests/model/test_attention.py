@@ -150,9 +150,11 @@ def test_full_models_agree_in_float32(selection, head_gate):
     torch.testing.assert_close(*outputs, atol=SAME_FUNCTION_FLOAT32, rtol=SAME_FUNCTION_FLOAT32)
 
 
-def probe_kernels(cases: str) -> None:
+@pytest.mark.slow  # the interpreter takes minutes
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernels_of_a_block():
     """On the CPU, through Triton's interpreter, in a separate process, since that is chosen at import."""
-    command = [sys.executable, "-m", "kernels.block_probe", cases]
+    command = [sys.executable, "-m", "kernels.block_probe"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
@@ -163,18 +165,3 @@ def probe_kernels(cases: str) -> None:
             if not (value if isinstance(value, bool) else value < bound):
                 wrong[f"{case}: {name}"] = value
     assert not wrong
-
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-
-
-@pytest.mark.slow
-@needs_triton
-def test_the_kernels_of_a_block():
-    probe_kernels("quick")
-
-
-@needs_triton
-@pytest.mark.slow  # the interpreter takes about a minute
-def test_the_kernels_of_a_block_in_all_sizes():
-    probe_kernels("full")

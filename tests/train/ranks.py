@@ -1,4 +1,7 @@
-"""Checks that the tests of several ranks run under torchrun: `python -m train.ranks CHECK FOLDER`."""
+"""Checks that the tests of several ranks run under torchrun: `python -m train.ranks CHECK FOLDER`.
+
+Several checks, separated by spaces, run one after the other, each in a folder of its name.
+"""
 
 import os
 import sys
@@ -132,4 +135,6 @@ def kernels(folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    globals()[sys.argv[1]](Path(sys.argv[2]))
+    checks, folder = sys.argv[1].split(), Path(sys.argv[2])
+    for check in checks:
+        globals()[check](folder / check if len(checks) > 1 else folder)

@@ -147,7 +147,11 @@ def sweep_figures(results: Results) -> Iterator[Figure]:
         series = {
             model: Series(x=sorted(at), y=[at[x] for x in sorted(at)]) for model, at in found.items() if len(at) > 1
         }
-        best = "; ".join(f"`{model}` {min(at, key=at.__getitem__):g}" for model, at in found.items())
+        wanted = {point[axis] for point in planned if point[other] == middle[other]}
+        best = "; ".join(
+            f"`{model}` {min(at, key=at.__getitem__):g}" if at.keys() == wanted else f"`{model}` not all are run"
+            for model, at in found.items()
+        )
         yield Figure(
             name=f"long-sweep-{name.replace('_', '-')}",
             kind="lines",

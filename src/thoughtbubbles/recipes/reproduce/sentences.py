@@ -11,6 +11,7 @@ from thoughtbubbles.recipes.reproduce.protocols import PLAIN
 from thoughtbubbles.recipes.reproduce.records import Results, gpu_seconds, parameters, tokens
 
 PAGE = "docs/results/index.md"  # as seen from the README
+LONGER = "longer"  # the row of `long` with the GPU time of `r2` and no forks
 
 
 def needs(results: Results, rows: Sequence[str]) -> str:
@@ -62,10 +63,19 @@ def evidence_line(results: Results) -> str:
     size = f"{results.mean(PLAIN, parameters) / 1e6:.1f}M parameters"
     length = f"{results.mean(PLAIN, tokens) / 1e6:,.0f}M training tokens"
     without = f"with scores and attenuation but no forks, {sentence(r1, 'r1', PLAIN)}"
-    time = ""
-    if r2 is None:
-        forks = "with forks: still to be run"
-    else:
+    forks, time = "with forks: still to be run", ""
+    if r2 is not None:
         forks = f"with forks, {sentence(r2, 'r2', PLAIN)}"
-        time = f"; `r2` takes {results.ratio('r2', gpu_seconds):.2f} × the GPU time" if results.same_device else ""
-    return f"At {size} and {length}, against plain GPT: {without}; {forks}{time}. All rows, seeds and plots: {page}."
+        time = gpu_time_sentence(results) if results.same_device else ""
+    return f"At {size} and {length}, against plain GPT: {without}; {forks}.{time} All rows, seeds and plots: {page}."
+
+
+def gpu_time_sentence(results: Results) -> str:
+    """What the forks cost, and what a plain model does with as much."""
+    rival = difference(results, "r2", LONGER)
+    against = ""
+    if rival is not None:
+        share = results.ratio(LONGER, gpu_seconds, over="r2")
+        what = f"a plain GPT with {share:.2f} × that time, spent on more tokens"
+        against = f"; against {what}, {sentence(rival, 'r2', LONGER)}"
+    return f" `r2` takes {results.ratio('r2', gpu_seconds):.2f} × the GPU time of `{PLAIN}`{against}."
