@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from thoughtbubbles.files import read_object, write_json
 from thoughtbubbles.provenance import commit, device_name
 
 RESULTS = Path(__file__).parent / "results"
@@ -95,3 +96,20 @@ def write_results(benchmark: str, device: str, numbers: dict[str, Any], *, to: P
     }
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
+
+
+def known_rows(path: Path, kind: dict[str, Any]) -> dict[str, Any]:
+    """Rows of a protocol that are measured already, all in one way: `kind` has the device, versions and sizes."""
+    if not path.is_file():
+        return {}
+    known = read_object(path)
+    if other := {name: known.get(name) for name in kind if known.get(name) != kind[name]}:
+        raise SystemExit(f"{path} was measured with {other}, not {kind}: give another --out, or remove it")
+    return dict(known["rows"])
+
+
+def write_rows(path: Path, kind: dict[str, Any], rows: dict[str, dict[str, Any]]) -> None:
+    """Adds these rows to those that are there."""
+    source = {"command": command(), "commit": commit() or "unknown"}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {**kind, "rows": known_rows(path, kind) | {name: row | source for name, row in rows.items()}})

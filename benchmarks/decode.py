@@ -4,7 +4,8 @@ python benchmarks/decode.py                   150m, float32: 256 new tokens afte
 python benchmarks/decode.py --device cuda     1.9b, bfloat16: 1, 32 and 128 rows, compiled steps, static shapes;
                                               then the engine under constant load
 python benchmarks/decode.py --device cuda --protocol long
-    the rows of `thoughtbubbles reproduce long`: docs/results/decode.json, which its report reads
+    the rows of `thoughtbubbles reproduce long` (--cases r2 wider: these): docs/results/decode.json, which its report
+    reads. Rows that are measured already stay
 
 Random weights and random ids. Before anything is timed, cached log-probabilities are checked against the parallel
 forward. Decoding without a cache is timed at 8 evenly spaced prefix lengths and summed. On the GPU the time of a step
@@ -25,7 +26,7 @@ from random import Random
 from typing import Any
 
 import torch
-from common import command, seconds, synchronize, write_results
+from common import known_rows, seconds, synchronize, write_results, write_rows
 from decode_steps import DTYPES, NEW, PROMPT, build, difference, graph_times, graphs, refill, some_ids, streams_of
 from torch import Tensor
 
@@ -41,7 +42,7 @@ from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.cost import parameter_count
 from thoughtbubbles.model.transformer import Thoughtbubbles
-from thoughtbubbles.provenance import commit, device_name
+from thoughtbubbles.provenance import device_name
 from thoughtbubbles.recipes.reproduce.protocols import protocol
 
 VOCABULARY = 8192  # of the text behind docs/results
@@ -239,11 +240,31 @@ def protocol_configs(name: str) -> dict[str, ModelConfig]:
     return {row: config for row, config in configs.items() if config.selection == "causal"}
 
 
-def protocol_rows(name: str, device: str, *, rows_tried: list[int], new: int) -> dict[str, Any]:
-    """Rows with the same model, such as `plain` and `longer`, are measured once."""
-    configs = protocol_configs(name)
-    measured_as = {row: next(other for other, same in configs.items() if same == configs[row]) for row in configs}
-    models = {row: build(configs[row], device) for row in configs if measured_as[row] == row}
+def measure_protocol(
+    configs: dict[str, ModelConfig], device: str, path: Path, *, rows_tried: list[int], new: int
+) -> None:
+    """Rows with the same model, such as `plain` and `longer`, are measured once.
+
+    On a GPU one after another, each written as soon as it is measured; on a CPU, whose speed varies, all in turns.
+    """
+    precision = {"dtype": str(DTYPES[device]).removeprefix("torch."), "prompt": PROMPT, "new": new}
+    kind = {"device": device_name(device), "torch": torch.__version__, **precision}
+    known_rows(path, kind)  # before anything is measured
+    same: dict[str, list[str]] = {}
+    for row, config in configs.items():
+        same.setdefault(next(other for other, known in configs.items() if known == config), []).append(row)
+    for part in [[row] for row in same] if device == "cuda" else [list(same)]:
+        found = measure_rows({row: configs[row] for row in part}, device, rows_tried=rows_tried, new=new)
+        for row, at in found.items():
+            as_others = {other: {"measured_as": row, **at} for other in same[row] if other != row}
+            write_rows(path, kind, {row: at, **as_others})
+            print(f"{row}: {json.dumps(at)}", file=sys.stderr)
+
+
+def measure_rows(
+    configs: dict[str, ModelConfig], device: str, *, rows_tried: list[int], new: int
+) -> dict[str, dict[str, Any]]:
+    models = {row: build(config, device) for row, config in configs.items()}
     found: dict[str, dict[str, Any]] = {row: {} for row in models}
     for rows in rows_tried:
         cases = graph_cases(models, rows) if device == "cuda" else eager_cases(models, rows, new=new)
@@ -252,10 +273,7 @@ def protocol_rows(name: str, device: str, *, rows_tried: list[int], new: int) ->
             budget = Budget.of(config.budget)
             memory = cache_memory(config, rows=rows, capacity=config.block_size, budget=budget, dtype=dtype)
             found[row][str(rows)] = {"milliseconds": case.pop("milliseconds"), "cache_bytes": memory.total, **case}
-    shown = {
-        row: found[row] if row == same else {"measured_as": same, **found[same]} for row, same in measured_as.items()
-    }
-    return {"dtype": str(DTYPES[device]).removeprefix("torch."), "prompt": PROMPT, "new": new, "rows": shown}
+    return found
 
 
 def graph_cases(models: Mapping[str, Thoughtbubbles], rows: int) -> dict[str, dict[str, Any]]:
@@ -303,18 +321,11 @@ def mean_streams(cache: Cache, n_tokens: int) -> float:
     return float(cache.streams(n_tokens).double().mean())
 
 
-def write_rows(device: str, numbers: dict[str, Any], *, to: Path) -> Path:
-    path = to if to.suffix == ".json" else to / FOR_REPORT.name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    source = {"command": command(), "commit": commit() or "unknown", "torch": torch.__version__}
-    path.write_text(json.dumps({"device": device_name(device), **source, **numbers}, indent=2) + "\n")
-    return path
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--protocol", choices=["long"], help="measure the rows of this protocol")
+    parser.add_argument("--cases", nargs="+", help="with --protocol: measure these rows only")
     parser.add_argument(
         "--rows", type=int, nargs="+", help="batch sizes on a GPU (default: 1 32 128) or of a protocol (1 32)"
     )
@@ -333,9 +344,18 @@ def main() -> None:
     if given.protocol and is_cpu and given.out is None:
         parser.error("--protocol on a CPU needs --out: docs/results/decode.json has the times of a GPU")
     if given.protocol:
-        new = given.new or 16 if is_cpu else NEW
-        numbers = protocol_rows(given.protocol, given.device, rows_tried=given.rows or [1, 32], new=new)
-        path = write_rows(given.device, numbers, to=given.out or FOR_REPORT)
+        configs = protocol_configs(given.protocol)
+        if wrong := sorted(set(given.cases or ()) - set(configs)):
+            parser.error(f"--cases: {given.protocol} has no rows {', '.join(wrong)} with an exact KV cache")
+        path = given.out or FOR_REPORT
+        path = path if path.suffix == ".json" else path / FOR_REPORT.name
+        measure_protocol(
+            {row: config for row, config in configs.items() if not given.cases or row in given.cases},
+            given.device,
+            path,
+            rows_tried=given.rows or [1, 32],
+            new=given.new or 16 if is_cpu else NEW,
+        )
     else:
         numbers = on_cpu() if is_cpu else on_gpu(given.rows or [1, 32, 128])
         path = write_results("decode", given.device, numbers, to=given.out)

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import command, write_results
+from common import known_rows, write_results, write_rows
 
 from thoughtbubbles.bench.cases import Case, default_cases, find_cases
 from thoughtbubbles.bench.measure import Failed, Measured, product_tflops, run_cases
 from thoughtbubbles.bench.table import line, show
-from thoughtbubbles.files import read_object, write_json
-from thoughtbubbles.provenance import commit, device_name
+from thoughtbubbles.provenance import device_name
 from thoughtbubbles.recipes.reproduce.protocols import PROTOCOLS, protocol
 from thoughtbubbles.recipes.reproduce.records import STEPS_FILE
 from thoughtbubbles.train.config import ComputeConfig
@@ -102,27 +101,9 @@ def cases_of(name: str, rows: list[str] | None) -> list[Case]:
     ]
 
 
-def read_steps(path: Path, kind: dict[str, Any]) -> dict[str, Any]:
-    """The rows that are known already: all of one device, version of torch, size of a step and vocabulary."""
-    if not path.is_file():
-        return {}
-    known = read_object(path)
-    if other := {name: known[name] for name in kind if known[name] != kind[name]}:
-        raise SystemExit(f"{path} was measured with {other}, not {kind}: give another --out, or remove it")
-    return dict(known["rows"])
-
-
 def write_step(case: Measured, path: Path, kind: dict[str, Any]) -> None:
-    rows = read_steps(path, kind)
-    rows[case.name] = {
-        "milliseconds": case.step.milliseconds,
-        "low": case.step.low,
-        "high": case.step.high,
-        "command": command(),
-        "commit": commit() or "unknown",
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {**kind, "rows": rows})
+    times = {"milliseconds": case.step.milliseconds, "low": case.step.low, "high": case.step.high}
+    write_rows(path, kind, {case.name: times})
 
 
 def main() -> None:
@@ -146,7 +127,7 @@ def main() -> None:
         steps = (arguments.out or FOR_REPORT) / arguments.protocol / STEPS_FILE
         size = {"tokens": cases[0].rows * cases[0].config.block_size, "vocab_size": cases[0].config.vocab_size}
         kind = {"device": device_name(arguments.device), "torch": torch.__version__, **size}
-        read_steps(steps, kind)  # before anything is measured
+        known_rows(steps, kind)  # before anything is measured
     else:
         cases = find_cases(arguments.cases or default_cases(arguments.device))
     device = torch.device(arguments.device)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 Value = TypeVar("Value")
 PATIENCE = timedelta(hours=4)  # for work of one rank while the others wait: checksums of large data, a slow disk
@@ -81,12 +83,12 @@ def find_device(wanted: str, *, among: Collection[str] = DEVICES) -> str:
 
 
 @cache
-def rendezvous() -> tuple[dist.Store, int, int]:
+def meeting() -> tuple[Any, int, int]:
     """The ranks' shared store, the own rank and their number.
 
     The store remembers the addresses of a group after its end: a second group with the same keys would wait forever.
     """
-    return next(iter(dist.rendezvous("env://")))
+    return next(rendezvous("env://"))  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -101,10 +103,10 @@ def joined(device: str = "auto") -> Iterator[World]:
     own = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else 0)
     if kind == "cuda":
         torch.cuda.set_device(own)
-    store, rank, size = rendezvous()
+    store, rank, size = meeting()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-        store=dist.PrefixStore(f"group-{next(GROUPS)}", store),
+        store=PrefixStore(f"group-{next(GROUPS)}", store),
         rank=rank,
         world_size=size,
         device_id=own if kind == "cuda" else None,

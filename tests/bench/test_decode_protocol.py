@@ -32,7 +32,7 @@ def test_the_report_draws_what_is_measured(tmp_path, monkeypatch):
     run(monkeypatch, "--rows", "1", "--new", "3", "--out", str(out))
     evidence = read_evidence(out)
     found = evidence.decode
-    assert found["command"] == "python benchmarks/decode.py --protocol long --rows 1 --new 3"
+    assert found["rows"]["r2"]["command"] == "python benchmarks/decode.py --protocol long --rows 1 --new 3"
     assert (found["dtype"], found["prompt"], found["new"]) == ("float32", 64, 3)
     assert set(found["rows"]) == set(evidence.results["long"].protocol.rows) - {"block"}
     assert all(at["1"]["milliseconds"] > 0 for at in found["rows"].values())
@@ -45,6 +45,13 @@ def test_the_report_draws_what_is_measured(tmp_path, monkeypatch):
     for row, ratio in ratios.items():
         assert size[row] == pytest.approx(ratio * size["plain"], rel=0.01), row
     assert found["rows"]["longer"] == {"measured_as": "plain", **found["rows"]["plain"]}
+
+    run(monkeypatch, "--rows", "1", "--new", "3", "--cases", "plain", "--out", str(out))  # one again: the others stay
+    again = read_evidence(out).decode["rows"]
+    assert again["r2"] == found["rows"]["r2"]
+    assert again["plain"]["1"]["milliseconds"] != found["rows"]["plain"]["1"]["milliseconds"]
+    with pytest.raises(SystemExit, match="was measured with"):
+        run(monkeypatch, "--rows", "1", "--new", "4", "--out", str(out))
 
     drawn = {figure.name: figure for figure in figures(evidence)["pays"]}
     for figure in (drawn["long-decode-1"], drawn["long-cache"]):
@@ -61,6 +68,7 @@ def test_the_report_draws_what_is_measured(tmp_path, monkeypatch):
         ([], "needs --out: docs/results/decode.json has the times of a GPU"),
         (["--out", "x", "--new", "1"], "--new 1: give 2 to 256"),
         (["--device", "cuda", "--new", "4"], "only with --protocol on a CPU"),
+        (["--out", "x", "--cases", "block"], "long has no rows block with an exact KV cache"),
     ],
 )
 def test_options_that_do_not_go_together(monkeypatch, capsys, arguments, message):
