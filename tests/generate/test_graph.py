@@ -159,8 +159,8 @@ def test_compiled_generation_is_generation(check):
     assert found["again_the_same"]
     assert found["lengths"] == found["asked"]
     assert found["with_other_streams"] < 0.2  # in bfloat16 a decision now and then falls on the other side
-    # Likewise: prompts have some 250 decisions each, of which rounding turns about one in a thousand. Their texts are not
-    # compared.
+    # Likewise: prompts have some 250 decisions each, of which rounding turns about one in a thousand.
+    # Their texts are not compared.
     assert found["other_prompts"] < 0.5
     assert found["log_prob"] < 10 * BFLOAT16  # of tokens before the first such decision
     assert found["streamed"] == "length"

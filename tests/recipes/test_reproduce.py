@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -444,8 +446,9 @@ def test_a_row_answers_the_benchmarks(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command(corpus, tmp_path, capfd):
-    """Two rows, each in its own process; their list; and both again, to the bit."""
+def test_the_command(corpus, tmp_path, capfd, monkeypatch):
+    """Two rows, each in its own process; their list; and both again, at the same time, to the bit."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # another number would change last bits
     words = ["reproduce", "laptop", "--data", str(corpus), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]
     main([*words, "--only", "plain", "r1", "--seed", "0"])
     found = sorted(path.name for path in (tmp_path / "laptop").iterdir())
@@ -455,33 +458,51 @@ def test_the_command(corpus, tmp_path, capfd):
     capfd.readouterr()
     main(["reproduce", "laptop", "--list", "--out", str(tmp_path)])
     assert f"{loss:.4f}" in capfd.readouterr().out
-    # Again in processes of their own: another number of threads than in this one would change last bits.
-    main([*words, "--only", "plain", "r1", "r2", "--seed", "0", "--again"])
+    main([*words, "--only", "plain", "r1", "r2", "--seed", "0", "--again", "--jobs", "2"])
     shown = capfd.readouterr().out
-    assert f"r1, seed 0: validation loss {loss!r} again, to the bit" in shown
+    again = re.findall(r"(\w+), seed 0: .*?validation loss ([\d.]+) again, to the bit \(\d+ s; (\d of 2)\)", shown)
+    assert dict(each[:2] for each in again)["r1"] == repr(loss)
+    assert sorted(each[2] for each in again) == ["1 of 2", "2 of 2"]
+    assert "validation loss" in (tmp_path / "runs" / "laptop" / "plain-seed0.log").read_text()
     assert "r2, seed 0: no record yet" in shown
     assert (tmp_path / "laptop" / "r1-seed0.json").read_text() == text
     assert not list((tmp_path / "runs").glob("again-*"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_after_saving_and_the_command_resumes(number, tmp_path):
-    """Two rows, so the training is in a process of the process that gets the signal."""
+def test_rows_that_fail_beside_each_other_are_named_with_their_logs(corpus, tmp_path, capfd):
+    words = ["reproduce", "laptop", "--data", str(corpus), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]
+    runs = tmp_path / "runs" / "laptop"
+    runs.mkdir(parents=True)
+    for row in ("plain", "r1"):
+        (runs / f"{row}-seed0").write_text("a file where the run's folder should be")
+    with pytest.raises(SystemExit, match="2 of 2 rows failed: "):
+        main([*words, "--only", "plain", "r1", "--seed", "0", "--jobs", "2"])
+    said = capfd.readouterr().err
+    for row in ("plain", "r1"):
+        assert re.search(rf"{row}, seed 0: failed, exit code \d+: .+ \(all of it: {runs}/{row}-seed0.log\)", said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "jobs"), [(signal.SIGTERM, 2), (signal.SIGINT, 1)])
+def test_a_signal_stops_after_saving_and_the_command_resumes(number, jobs, tmp_path):
+    """Two rows, so the training is in a process of the process that gets the signal. SIGINT as a terminal sends it: to
+    all processes of the session that it controls."""
     data = tmp_path / "corpus"
     write_synthetic(data, n_tokens=40_000, seed=0)  # 156 steps
-    words = ["reproduce", "laptop", "--data", str(data), "--only", "plain", "r1", "--seed", "0"]
+    words = ["reproduce", "laptop", "--data", str(data), "--only", "plain", "r1", "--seed", "0", "--jobs", str(jobs)]
     command = [sys.executable, "-m", "thoughtbubbles", *words, "--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]
     metrics = tmp_path / "runs" / "laptop" / "plain-seed0" / "metrics.jsonl"
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     until = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):
         assert process.poll() is None, "it ended"
         assert time.monotonic() < until, "it never trained"
         time.sleep(0.1)
-    process.send_signal(number)
+    os.killpg(process.pid, number)
     said = process.communicate(timeout=120)[1]
     assert process.returncode == 128 + number
+    said += metrics.parent.with_name("plain-seed0.log").read_text() if jobs > 1 else ""
     assert "the same command resumes it" in said
     (kept,) = checkpoints(metrics.parent)
     assert not (tmp_path / "laptop").exists()
@@ -500,6 +521,7 @@ def test_a_signal_stops_after_saving_and_the_command_resumes(number, tmp_path):
         (["laptop", "--data", "DATA", "--val", "a=DATA", "a=DATA"], "a is given twice"),
         (["laptop", "--data", "DATA", "--val", "wiki=nowhere"], "nowhere/index.json is missing"),
         (["laptop", "--data", "DATA", "--seed", "-1"], "--seed -1: give 0 or more"),
+        (["laptop", "--data", "DATA", "--jobs", "0"], "--jobs 0: give 1 or more"),
         (["long", "--data", "DATA", "--data-dir", "nowhere"], "--data-dir nowhere: does not exist"),
         (["laptop", "--data", "nowhere", "--only", "r2", "--seed", "0"], "nowhere/index.json is missing"),
         (["scarce", "--data", "DATA", "--only", "plain", "--seed", "0"], "but 20,000,000 are needed"),

@@ -1,8 +1,6 @@
 """The `reproduce` command: runs the rows of a protocol that have no record yet, lists them, or renders the report."""
 
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from tyro.extras import literal_type_from_choices
 
 from thoughtbubbles.evals.documents import VARIABLE
 from thoughtbubbles.files import check_folder, read_object
+from thoughtbubbles.recipes.reproduce.processes import run_apart
 from thoughtbubbles.recipes.reproduce.studies import STUDIES, study
 from thoughtbubbles.recipes.reproduce.study import Place, Stopped, Study
 
@@ -35,6 +34,7 @@ def reproduce(
     list: bool = False,
     report: bool = False,
     again: bool = False,
+    jobs: int = 1,
 ) -> None:
     """Train and measure the rows of a protocol, one JSON file per row and seed; a row that has its file is not run.
 
@@ -69,6 +69,9 @@ def reproduce(
         report: Only render the tables and plots of --out from all records there are.
         again: Run rows that have a record once more, and compare the validation loss with it, bit by bit; exit code 1
             if it differs.
+        jobs: Rows to run at the same time, each with its output in RUNS/PROTOCOL/ROW-seedN.log. One small model does
+            not fill a GPU; several share it well under NVIDIA's MPS (`nvidia-cuda-mps-control -d`). On a CPU the cores
+            are divided among them.
     """
     if list or report:
         if report:
@@ -97,8 +100,10 @@ def reproduce(
         runs=check_folder(runs, option="--runs"),
         out=check_folder(out, option="--out"),
     )
+    if jobs < 1:
+        raise ValueError(f"--jobs {jobs}: give 1 or more")
     found.check(chosen, place)
-    run_rows(found, chosen, place, again=again)
+    run_rows(found, chosen, place, jobs=jobs, again=again)
 
 
 def named_folders(
@@ -135,15 +140,14 @@ def choose(found: Study, only: Sequence[str], seeds: Sequence[int]) -> list[tupl
     return [(row, seed) for row, seed in found.pairs() if not only or row in only]
 
 
-def run_rows(found: Study, chosen: Sequence[tuple[str, int]], place: Place, *, again: bool) -> None:
+def run_rows(found: Study, chosen: Sequence[tuple[str, int]], place: Place, *, jobs: int, again: bool) -> None:
     todo = [(row, seed) for row, seed in chosen if again == place.record(row, seed).exists()]
     for row, seed in chosen:
         if (row, seed) not in todo:
             path = place.record(row, seed)
             print(f"{row}, seed {seed}: {'no record yet' if again else f'has its record, {path}'}")
-    if len(todo) > 1:  # a process per row: nothing that one leaves behind can change the next
-        failed = [each for each in todo if not run_alone(*each, place, again=again)]
-        if failed:
+    if len(todo) > 1:
+        if failed := run_apart(todo, place, jobs=jobs, again=again):
             names = ", ".join(f"{row} (seed {seed})" for row, seed in failed)
             raise ValueError(f"{len(failed)} of {len(todo)} rows failed: {names}; the same command tries them again")
         return
@@ -156,31 +160,6 @@ def run_rows(found: Study, chosen: Sequence[tuple[str, int]], place: Place, *, a
         except Stopped as stopped:
             print(f"{stopped}; the same command {'starts again' if again else 'resumes it'}", file=sys.stderr)
             sys.exit(stopped.exit_code)
-
-
-def run_alone(row: str, seed: int, place: Place, *, again: bool) -> bool:
-    options = {"--runs": place.runs, "--out": place.out, "--only": row, "--seed": seed}
-    options |= {} if place.data is None else {"--data": place.data}
-    words = [str(word) for option in options.items() for word in option]
-    words += ["--val", *(f"{name}={folder}" for name, folder in place.sources.items())] if place.sources else []
-    words += ["--init", *(f"{name}={folder}" for name, folder in place.init.items())] if place.init else []
-    words += ["--data-dir", str(place.data_dir)] if place.data_dir else []
-    command = [sys.executable, "-m", "thoughtbubbles", "reproduce", place.protocol, *words, *["--again"] * again]
-    done = wait_for(subprocess.Popen(command))
-    if done > 128 or done < 0:  # stopped by a signal: so are we
-        sys.exit(done if done > 0 else 128 - done)
-    return done == 0
-
-
-def wait_for(process: "subprocess.Popen[bytes]") -> int:
-    """The exit code. A signal to us is passed on, and then we wait for the checkpoint, however long it takes."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in numbers}
-    try:
-        return process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def repeat(found: Study, row: str, seed: int, place: Place) -> None:
