@@ -391,9 +391,9 @@ def test_processes_of_rows_get_the_models_to_start_from(home, tmp_path, monkeypa
     started = []
 
     class Started(subprocess.Popen):
-        def __init__(self, words):
+        def __init__(self, words, **options):
             started.append(words)
-            super().__init__([sys.executable, "-c", ""])
+            super().__init__([sys.executable, "-c", ""], **options)
 
     monkeypatch.setattr(subprocess, "Popen", Started)
     words = ["--data-dir", str(home / "data"), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]

@@ -18,13 +18,17 @@ from thoughtbubbles.train.config import ComputeConfig
 from thoughtbubbles.train.loop import train
 from train.runs import small_run
 
+FLOAT64 = {
+    "steps": 20, "compute_precision": "float64", "compute_micro_batch_size": 2, "save_every": 5, "save_keep": 9,
+}  # fmt: skip
+
 
 def run(folder: Path, **changes: object) -> None:
     train(small_run(folder / os.environ["RUN"], **changes), resume="RESUME" in os.environ)
 
 
 def float64(folder: Path) -> None:
-    run(folder, steps=20, compute_precision="float64", compute_micro_batch_size=2, save_every=5, save_keep=9)
+    run(folder, **FLOAT64)
 
 
 def float32(folder: Path) -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from helpers import LOW_PRECISION_TRAINING, SAME_TRAINING
-from train.runs import environment, losses, metrics, tensors, uneven_examples
+from thoughtbubbles.train.loop import train
+from train.ranks import FLOAT64
+from train.runs import environment, losses, metrics, small_run, tensors, uneven_examples
 
 TESTS = Path(__file__).parents[1]
 
@@ -55,7 +57,7 @@ def forget_after(run: Path, step: int) -> None:
 
 def one_and_two(folder: Path) -> tuple[Path, Path]:
     one, two = folder / "one", folder / "two"
-    on_ranks(0, "float64", folder, "one")
+    train(small_run(one, **FLOAT64))
     on_ranks(2, "float64", folder, "two")
     assert_close(one, two, steps=20)
     assert len(list((two / "step-00000020" / "optimizer").iterdir())) == 2

@@ -191,6 +191,7 @@ def screen() -> Protocol:
     reach: dict[str, int | None] = {"": None, "-reach64": 64, "-private": 0}
     merges = {"": "residual", "-mixture": "mixture", "-forks": "forks"}
     modern: dict[str, Any] = {"block": "modern"}
+    muon: dict[str, Any] = {"kind": "muon"}  # its updates have the size of AdamW's, so learning rates are the same
     plain, forked = TUNED["plain"], TUNED["r2"]
     rows = {
         PLAIN: Row(what="plain GPT", optim=plain),
@@ -252,6 +253,13 @@ def screen() -> Protocol:
         "modern-r2": Row(what="`r2` with the blocks of `modern`", model=forks(2, **modern), optim=forked),
         "modern-state-3": Row(
             what="`state-3` with the blocks of `modern`", model=forks(2, layers=(3,), **STATE, **modern), optim=forked
+        ),
+        "modern-muon": Row(what="`modern`, trained with Muon", model=modern, optim={**plain, **muon}),
+        "modern-muon-gate": Row(
+            what="`modern-gate`, trained with Muon", model={**modern, "head_gate": True}, optim={**plain, **muon}
+        ),
+        "modern-muon-r2": Row(
+            what="`modern-r2`, trained with Muon", model=forks(2, **modern), optim={**forked, **muon}
         ),
         "r2-late": Row(
             what="r = 2 in the last quarter, r = 1 before", model=forks(2), optim=forked, run={"forks_from": 0.75}
