@@ -218,6 +218,19 @@ def test_ways_that_read_several_tokens_at_a_time(tmp_path, way):
     assert written[0, 8:].tolist() == ours(core, [prompt], max_new=5, sampling=Sampling(temperature=0))[0]
 
 
+@pytest.mark.parametrize("whose", ["this model", "the assistant"])
+def test_guesses_that_could_not_be_taken_back_are_refused_before_the_first_token(tmp_path, whose):
+    near, _ = pair(tmp_path / "near", "causal", fork_reach=2)
+    plain, _ = pair(tmp_path / "model", "causal")
+    model, assistant = (near, plain) if whose == "this model" else (plain, near)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    with pytest.raises(ValueError, match=f"assistant_model: {whose} has fork_reach = 2"):
+        model.generate(ids, max_new_tokens=5, do_sample=False, assistant_model=assistant)
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens: this model has fork_reach = 2"):
+        near.generate(ids, GenerationConfig(prompt_lookup_num_tokens=3, max_new_tokens=5))
+    assert near.generate(ids, max_new_tokens=5, do_sample=False).shape == (1, 10)
+
+
 def test_a_dialogue_continues_from_its_cache(tmp_path):
     """A prompt, its continuation, and more text, read through one cache that has to grow twice."""
     model, core = pair(tmp_path / "model", "causal", dtype=torch.float64)

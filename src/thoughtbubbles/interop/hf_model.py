@@ -26,6 +26,7 @@ from thoughtbubbles.interop.hf_unsupported import (
     check_caching,
     check_checkpointing,
     check_device_map,
+    check_guesses,
     check_labels,
     check_length,
     check_unsupported,
@@ -250,6 +251,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
 
         With block selection, `use_cache=True` uses the causal rule instead: an approximation.
         """
+        check_guesses(self.core.config, generation_config, kwargs)
         n_ids = self.config.n_ids
         if n_ids is not None and n_ids < self.config.vocab_size:
             logits_processor = LogitsProcessorList([*(logits_processor or ()), KnownIds(n_ids)])
