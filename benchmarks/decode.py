@@ -5,7 +5,7 @@ python benchmarks/decode.py --device cuda     1.9b, bfloat16: 1, 32 and 128 rows
                                               then the engine under constant load
 python benchmarks/decode.py --device cuda --protocol long
     the rows of `thoughtbubbles reproduce long` (--cases r2 wider: these): docs/results/decode.json, which its report
-    reads. Rows that are measured already stay
+    reads. What the file has of other rows and batch sizes stays in it
 
 Random weights and random ids. Before anything is timed, cached log-probabilities are checked against the parallel
 forward. Decoding without a cache is timed at 8 evenly spaced prefix lengths and summed. On the GPU the time of a step
@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -241,7 +241,13 @@ def protocol_configs(name: str) -> dict[str, ModelConfig]:
 
 
 def measure_protocol(
-    configs: dict[str, ModelConfig], device: str, path: Path, *, rows_tried: list[int], new: int
+    configs: dict[str, ModelConfig],
+    device: str,
+    path: Path,
+    *,
+    chosen: Sequence[str],
+    rows_tried: list[int],
+    new: int,
 ) -> None:
     """Rows with the same model, such as `plain` and `longer`, are measured once.
 
@@ -250,13 +256,13 @@ def measure_protocol(
     precision = {"dtype": str(DTYPES[device]).removeprefix("torch."), "prompt": PROMPT, "new": new}
     kind = {"device": device_name(device), "torch": torch.__version__, **precision}
     known_rows(path, kind)  # before anything is measured
-    same: dict[str, list[str]] = {}
-    for row, config in configs.items():
-        same.setdefault(next(other for other, known in configs.items() if known == config), []).append(row)
-    for part in [[row] for row in same] if device == "cuda" else [list(same)]:
+    measured_as = {row: next(other for other in configs if configs[other] == configs[row]) for row in configs}
+    first = list(dict.fromkeys(measured_as[row] for row in chosen))
+    for part in [[row] for row in first] if device == "cuda" else [first]:
         found = measure_rows({row: configs[row] for row in part}, device, rows_tried=rows_tried, new=new)
         for row, at in found.items():
-            as_others = {other: {"measured_as": row, **at} for other in same[row] if other != row}
+            at = known_rows(path, kind).get(row, {}) | at
+            as_others = {other: {"measured_as": row, **at} for other in configs if measured_as[other] == row != other}
             write_rows(path, kind, {row: at, **as_others})
             print(f"{row}: {json.dumps(at)}", file=sys.stderr)
 
@@ -341,6 +347,8 @@ def main() -> None:
     is_cpu = given.device == "cpu"
     if given.new is not None and not (given.protocol and is_cpu and 2 <= given.new <= NEW):
         parser.error(f"--new {given.new}: give 2 to {NEW}, and only with --protocol on a CPU")
+    if given.cases and not given.protocol:
+        parser.error("--cases: goes with --protocol")
     if given.protocol and is_cpu and given.out is None:
         parser.error("--protocol on a CPU needs --out: docs/results/decode.json has the times of a GPU")
     if given.protocol:
@@ -350,9 +358,10 @@ def main() -> None:
         path = given.out or FOR_REPORT
         path = path if path.suffix == ".json" else path / FOR_REPORT.name
         measure_protocol(
-            {row: config for row, config in configs.items() if not given.cases or row in given.cases},
+            configs,
             given.device,
             path,
+            chosen=given.cases or list(configs),
             rows_tried=given.rows or [1, 32],
             new=given.new or 16 if is_cpu else NEW,
         )

@@ -89,7 +89,8 @@ def triton_version() -> str | None:
 
 
 def cases_of(name: str, rows: list[str] | None) -> list[Case]:
-    """The models of a protocol with one speed: not those whose forks begin later or whose budgets are drawn."""
+    """The models of a protocol with one speed, trained with AdamW: not those whose forks begin later or whose budgets
+    are drawn."""
     found = protocol(name)
     vocab_size = VOCABULARY.get(name, 8192)
     settings: dict[str, Any] = {"protocol": name, "seed": 0, "data": "", "n_tokens": 1, "vocab_size": vocab_size}
@@ -97,7 +98,10 @@ def cases_of(name: str, rows: list[str] | None) -> list[Case]:
     return [
         Case(row, config.model, found.rows_per_step)
         for row, config in configs.items()
-        if not config.budgets and not config.forks_from and found.rows[row].ensemble == 1
+        if not config.budgets
+        and not config.forks_from
+        and found.rows[row].ensemble == 1
+        and config.optim.kind == "adamw"
     ]
 
 
@@ -127,6 +131,8 @@ def main() -> None:
         steps = (arguments.out or FOR_REPORT) / arguments.protocol / STEPS_FILE
         size = {"tokens": cases[0].rows * cases[0].config.block_size, "vocab_size": cases[0].config.vocab_size}
         kind = {"device": device_name(arguments.device), "torch": torch.__version__, **size}
+        if arguments.residual != "float32":
+            parser.error(f"--residual {arguments.residual}: rows of a protocol are trained with float32")
         known_rows(steps, kind)  # before anything is measured
     else:
         cases = find_cases(arguments.cases or default_cases(arguments.device))

@@ -84,10 +84,8 @@ def find_device(wanted: str, *, among: Collection[str] = DEVICES) -> str:
 
 @cache
 def meeting() -> tuple[Any, int, int]:
-    """The ranks' shared store, the own rank and their number.
-
-    The store remembers the addresses of a group after its end: a second group with the same keys would wait forever.
-    """
+    """The ranks' shared store, the own rank and their number. Once per process: without torchrun's own store, the first
+    rank keeps it, at a fixed port."""
     return next(rendezvous("env://"))  # type: ignore[no-any-return]
 
 
@@ -104,6 +102,7 @@ def joined(device: str = "auto") -> Iterator[World]:
     if kind == "cuda":
         torch.cuda.set_device(own)
     store, rank, size = meeting()
+    # The store remembers the addresses of a group after its end: a second group with the same keys would wait forever.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
         store=PrefixStore(f"group-{next(GROUPS)}", store),

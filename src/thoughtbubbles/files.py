@@ -177,6 +177,19 @@ def locked(folder: Path, *, doing: str, wait: bool = False) -> Iterator[None]:
         os.close(handle)
 
 
+def is_locked(folder: Path) -> bool:
+    try:
+        with locked(folder, doing="using"):
+            return False
+    except ValueError:
+        return True
+
+
+def processors() -> int:
+    """The number that this process may use, which can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 # Manifests
 
 

@@ -46,10 +46,12 @@ def test_the_report_draws_what_is_measured(tmp_path, monkeypatch):
         assert size[row] == pytest.approx(ratio * size["plain"], rel=0.01), row
     assert found["rows"]["longer"] == {"measured_as": "plain", **found["rows"]["plain"]}
 
-    run(monkeypatch, "--rows", "1", "--new", "3", "--cases", "plain", "--out", str(out))  # one again: the others stay
+    run(monkeypatch, "--rows", "2", "--new", "3", "--cases", "longer", "--out", str(out))  # all else stays
     again = read_evidence(out).decode["rows"]
     assert again["r2"] == found["rows"]["r2"]
-    assert again["plain"]["1"]["milliseconds"] != found["rows"]["plain"]["1"]["milliseconds"]
+    assert again["plain"]["1"] == found["rows"]["plain"]["1"]
+    assert again["longer"] == {"measured_as": "plain", **again["plain"]}
+    assert again["longer"]["2"]["milliseconds"] > 0
     with pytest.raises(SystemExit, match="was measured with"):
         run(monkeypatch, "--rows", "1", "--new", "4", "--out", str(out))
 

@@ -97,6 +97,12 @@ def probe(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
     return json.loads(run.stdout)
 
 
+def is_same(found: dict[str, Any]) -> bool:
+    """A difference that is not a number is none that is small enough."""
+    gaps = [gap for name, gap in found.items() if name != "same_streams"]
+    return found["same_streams"] and all(gap < SAME_FUNCTION_FLOAT32 for gap in gaps)
+
+
 @pytest.mark.slow  # compiles for a minute
 @pytest.mark.parametrize("case", ["parts", "private parts"])
 def test_the_compiled_parts_are_the_same_and_compile_once(case):
@@ -113,10 +119,7 @@ def test_kernels_give_what_the_blocks_give():
     """On the CPU, through Triton's interpreter, in a separate process, since that is chosen at import."""
     cases = probe("kernels/decode_probe.py", TRITON_INTERPRET="1")
     assert len(cases) == 13
-    for case, found in cases.items():
-        assert found["same_streams"], case
-        assert found["logits"] < SAME_FUNCTION_FLOAT32, case
-        assert found["kept"] < SAME_FUNCTION_FLOAT32, case
+    assert not [case for case, found in cases.items() if not is_same(found)], cases
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -124,9 +127,7 @@ def test_kernels_give_what_the_blocks_give():
 def test_the_kernel_of_chunks_gives_what_rows_one_by_one_give():
     cases = probe("kernels/chunk_probe.py", TRITON_INTERPRET="1")
     assert len(cases) == 5
-    for case, found in cases.items():
-        assert found["same_streams"], case
-        assert found["logits"] < SAME_FUNCTION_FLOAT32, case
+    assert not [case for case, found in cases.items() if not is_same(found)], cases
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

@@ -229,6 +229,11 @@ def test_guesses_that_could_not_be_taken_back_are_refused_before_the_first_token
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens: this model has fork_reach = 2"):
         near.generate(ids, GenerationConfig(prompt_lookup_num_tokens=3, max_new_tokens=5))
     assert near.generate(ids, max_new_tokens=5, do_sample=False).shape == (1, 10)
+    near.generation_config.prompt_lookup_num_tokens = 3
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens: this model has fork_reach = 2"):
+        near.generate(ids, max_new_tokens=5)
+    no_forks, _ = pair(tmp_path / "plain", "plain", fork_reach=2)
+    assert no_forks.generate(ids, max_new_tokens=5, do_sample=False, prompt_lookup_num_tokens=3).shape == (1, 10)
 
 
 def test_a_dialogue_continues_from_its_cache(tmp_path):

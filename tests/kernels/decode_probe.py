@@ -1,6 +1,7 @@
 """Run in a separate process with TRITON_INTERPRET=1: the kernels of a decoding step, on the CPU, against `Block`.
 
-Prints one JSON object: the largest difference of a step's logits, of what is cached, and whether the streams agree.
+Prints one JSON object: for each case the largest difference of a step's logits, of what is cached, and whether the
+streams agree.
 """
 
 import json

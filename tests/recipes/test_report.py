@@ -229,6 +229,20 @@ def test_the_line_of_the_readme_before_forks_are_measured(tmp_path):
     assert "no forks, `r1` ends 0.0160 ± 0.0010 nats per token below `plain` (2 seeds); with forks: still to" in line
 
 
+def test_the_line_of_the_readme_says_what_a_plain_model_does_with_the_time(tmp_path):
+    records = rows("long", {"plain": [3.0, 3.02], "r1": [2.985, 3.003], "r2": [2.97, 2.992]})
+    for record in records:
+        record["gpu_seconds"] = 600.0 if record["row"] == "r2" else 300.0
+    write(tmp_path, *records)
+    line = evidence_line(read_evidence(tmp_path).results["long"])
+    assert "below `plain` (2 seeds). `r2` takes 2.00 × the GPU time of `plain`. All rows" in line
+    longer = made_up("long", "longer", 0, 2.95, gpu_seconds=600.0)
+    write(tmp_path, longer | {"tokens": int(1.8 * longer["tokens"])})
+    line = evidence_line(read_evidence(tmp_path).results["long"])
+    assert "against `longer`, a plain GPT that spends as much on 1.8 × the tokens: `r2` ends 0.0200 ±" in line
+    assert "nats per token above `longer`" in line
+
+
 def test_gpu_time_is_that_of_the_seed_that_had_the_gpu_to_itself(tmp_path):
     shared = made_up("long", "plain", 0, 3.0) | {"tokens": 600, "gpu_seconds": 500.0}
     alone = made_up("long", "plain", 1, 3.0) | {"tokens": 400, "gpu_seconds": 160.0}
@@ -322,6 +336,25 @@ def test_ideas_are_compared_with_both_plain_models(tmp_path):
     assert "r2-private" not in trusted
 
 
+def test_ideas_on_a_stronger_baseline_are_compared_with_that(tmp_path):
+    losses = {
+        "plain": 3.4,
+        "head-gate": 3.38,
+        "modern": 3.3,
+        "modern-gate": 3.29,
+        "modern-r2": 3.28,
+        "modern-muon": 3.2,
+    }
+    for row, nats in {**losses, "modern-muon-r2": 3.15}.items():
+        write(tmp_path, made_up("screen", row, 0, nats, autoregressive=None))
+    found = read_evidence(tmp_path).results
+    table = screen_table(found["screen"], found["long"])
+    assert [cell[:7] for cell in line_of(table, "modern-r2")[4:]] == ["−0.0200", "−0.0100"]
+    assert line_of(table, "modern")[4] == "–"
+    assert line_of(table, "modern-muon-r2")[4].startswith("−0.0500")
+    assert line_of(table, "modern-muon-r2")[5] == "–"  # its plain model with a gate is not run
+
+
 def test_sweep_sources_forks_and_benchmarks(tmp_path):
     for row, nats, lr in (("plain-lr0.0015-wd0.1", 3.4, 1.5e-3), ("plain-lr0.003-wd0.1", 3.3, 3e-3)):
         record = made_up("long-sweep", row, 0, nats, autoregressive=None)
@@ -336,7 +369,11 @@ def test_sweep_sources_forks_and_benchmarks(tmp_path):
     sweep = sweep_table(evidence.results["long-sweep"])
     assert "| 0.1 | 3.4000 | **3.3000** | not run |" in sweep
     assert "| 0.03 | – | not run | – |" in sweep
-    assert figures(evidence)["sweep"][0].series["plain"].x == [0.0015, 0.003]
+    drawn = figures(evidence)["sweep"][0]
+    assert drawn.series["plain"].x == [0.0015, 0.003]
+    assert drawn.sentence == "Best learning rate: `plain`: not all rows are run."
+    write(tmp_path, made_up("long-sweep", "plain-lr0.006-wd0.1", 0, 3.5, autoregressive=None))
+    assert figures(read_evidence(tmp_path))["sweep"][0].sentence == "Best learning rate: `plain` 0.003."
     assert line_of(sources_table(long), "r2") == ["`r2`", "1", "2.5000 (0.7500)"]
     assert line_of(forks_table(long), "r2")[1:] == ["3", "2.000", "0.100", "0.200", "0.300", "50.0%"]
     table = zero_shot_table(long)

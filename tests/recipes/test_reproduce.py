@@ -460,13 +460,26 @@ def test_the_command(corpus, tmp_path, capfd, monkeypatch):
     assert f"{loss:.4f}" in capfd.readouterr().out
     main([*words, "--only", "plain", "r1", "r2", "--seed", "0", "--again", "--jobs", "2"])
     shown = capfd.readouterr().out
-    again = re.findall(r"(\w+), seed 0: .*?validation loss ([\d.]+) again, to the bit \(\d+ s; (\d of 2)\)", shown)
+    again = re.findall(r"(\w+), seed 0: validation loss ([\d.]+) again, to the bit \(\d+ s; (\d of 2)\)", shown)
     assert dict(each[:2] for each in again)["r1"] == repr(loss)
     assert sorted(each[2] for each in again) == ["1 of 2", "2 of 2"]
-    assert "validation loss" in (tmp_path / "runs" / "laptop" / "plain-seed0.log").read_text()
+    assert "validation loss" in (tmp_path / "runs" / "laptop" / "plain-seed0-again.log").read_text()
     assert "r2, seed 0: no record yet" in shown
     assert (tmp_path / "laptop" / "r1-seed0.json").read_text() == text
     assert not list((tmp_path / "runs").glob("again-*"))
+
+
+def test_an_ensemble_is_run_after_the_rows_whose_runs_it_uses(corpus, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "thoughtbubbles.recipes.reproduce.command.run_apart", lambda *args, **how: calls.append(args) or []
+    )
+    monkeypatch.setattr(TextStudy, "check", lambda *_: None)
+    words = ["--data", str(corpus), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path), "--jobs", "9"]
+    main(["reproduce", "scarce", *words])
+    first, second = ([row for row, _ in todo] for todo, *_ in calls)
+    assert sorted(first) == ["plain", "plain", "r1", "r2", "r4", "wider"]
+    assert second == ["ensemble"]
 
 
 @pytest.mark.slow
@@ -478,16 +491,16 @@ def test_rows_that_fail_beside_each_other_are_named_with_their_logs(corpus, tmp_
         (runs / f"{row}-seed0").write_text("a file where the run's folder should be")
     with pytest.raises(SystemExit, match="2 of 2 rows failed: "):
         main([*words, "--only", "plain", "r1", "--seed", "0", "--jobs", "2"])
-    said = capfd.readouterr().err
+    said = capfd.readouterr().out
     for row in ("plain", "r1"):
-        assert re.search(rf"{row}, seed 0: failed, exit code \d+: .+ \(all of it: {runs}/{row}-seed0.log\)", said)
+        assert re.search(rf"{row}, seed 0: thoughtbubbles reproduce: .+ \(exit code 1; all of it: {runs}/{row}-", said)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "jobs"), [(signal.SIGTERM, 2), (signal.SIGINT, 1)])
+@pytest.mark.parametrize(("number", "jobs"), [(signal.SIGHUP, 2), (signal.SIGINT, 1)])
 def test_a_signal_stops_after_saving_and_the_command_resumes(number, jobs, tmp_path):
-    """Two rows, so the training is in a process of the process that gets the signal. SIGINT as a terminal sends it: to
-    all processes of the session that it controls."""
+    """Two rows, so the training is in a process of the process that gets the signal. Signals as a terminal sends them:
+    to all processes of its foreground group."""
     data = tmp_path / "corpus"
     write_synthetic(data, n_tokens=40_000, seed=0)  # 156 steps
     words = ["reproduce", "laptop", "--data", str(data), "--only", "plain", "r1", "--seed", "0", "--jobs", str(jobs)]

@@ -251,7 +251,7 @@ class ThoughtbubblesForCausalLM(PreTrainedModel, GenerationMixin):
 
         With block selection, `use_cache=True` uses the causal rule instead: an approximation.
         """
-        check_guesses(self.core.config, generation_config, kwargs)
+        check_guesses(self.core.config, generation_config or self.generation_config, kwargs)
         n_ids = self.config.n_ids
         if n_ids is not None and n_ids < self.config.vocab_size:
             logits_processor = LogitsProcessorList([*(logits_processor or ()), KnownIds(n_ids)])

@@ -133,17 +133,15 @@ def check_caching(config: ModelConfig, labels: Tensor | None) -> None:
         )
 
 
-def check_guesses(config: ModelConfig, settings: GenerationConfig | None, options: Mapping[str, Any]) -> None:
+def check_guesses(config: Any, settings: GenerationConfig, options: Mapping[str, Any]) -> None:
     """Wrong guesses are removed from the cache, of the assistant too; forks that fell out of it would be missing."""
     assistant = options.get("assistant_model")
     lookup = options.get("prompt_lookup_num_tokens", getattr(settings, "prompt_lookup_num_tokens", None))
     if assistant is None and lookup is None:
         return
-    for name, reach in {
-        "this model": config.fork_reach,
-        "the assistant": getattr(getattr(assistant, "config", None), "fork_reach", None),
-    }.items():
-        if reach:
+    for name, its in {"this model": config, "the assistant": getattr(assistant, "config", None)}.items():
+        reach, has_forks = getattr(its, "fork_reach", None), bool(getattr(its, "fork_layers", ()))
+        if reach and has_forks:
             raise ValueError(
                 f"{'prompt_lookup_num_tokens' if assistant is None else 'assistant_model'}: {name} has fork_reach = "
                 f"{reach}, so its cache forgets forks and cannot take back wrong guesses; leave it out"

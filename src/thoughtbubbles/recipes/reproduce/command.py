@@ -69,9 +69,9 @@ def reproduce(
         report: Only render the tables and plots of --out from all records there are.
         again: Run rows that have a record once more, and compare the validation loss with it, bit by bit; exit code 1
             if it differs.
-        jobs: Rows to run at the same time, each with its output in RUNS/PROTOCOL/ROW-seedN.log. One small model does
-            not fill a GPU; several share it well under NVIDIA's MPS (`nvidia-cuda-mps-control -d`). On a CPU the cores
-            are divided among them.
+        jobs: Rows to run at the same time; then their output goes to RUNS/PROTOCOL/ROW-seedN.log. Models as tiny as
+            those of tasks do not fill a GPU, where NVIDIA's MPS (`nvidia-cuda-mps-control -d`) lets rows share it. On a
+            CPU the cores are divided among them, which changes last bits: use the same number with --again.
     """
     if list or report:
         if report:
@@ -147,7 +147,9 @@ def run_rows(found: Study, chosen: Sequence[tuple[str, int]], place: Place, *, j
             path = place.record(row, seed)
             print(f"{row}, seed {seed}: {'no record yet' if again else f'has its record, {path}'}")
     if len(todo) > 1:
-        if failed := run_apart(todo, place, jobs=jobs, again=again):
+        later = [each for each in todo if found.is_built_on_others(each[0])]
+        failed = run_apart([each for each in todo if each not in later], place, jobs=jobs, again=again)
+        if failed := [*failed, *run_apart(later, place, jobs=1, again=again)]:
             names = ", ".join(f"{row} (seed {seed})" for row, seed in failed)
             raise ValueError(f"{len(failed)} of {len(todo)} rows failed: {names}; the same command tries them again")
         return

@@ -149,7 +149,7 @@ def sweep_figures(results: Results) -> Iterator[Figure]:
         }
         wanted = {point[axis] for point in planned if point[other] == middle[other]}
         best = "; ".join(
-            f"`{model}` {min(at, key=at.__getitem__):g}" if at.keys() == wanted else f"`{model}` not all are run"
+            f"`{model}` {min(at, key=at.__getitem__):g}" if at.keys() >= wanted else f"`{model}`: not all rows are run"
             for model, at in found.items()
         )
         yield Figure(

@@ -75,7 +75,7 @@ def gpu_time_sentence(results: Results) -> str:
     rival = difference(results, "r2", LONGER)
     against = ""
     if rival is not None:
-        share = results.ratio(LONGER, gpu_seconds, over="r2")
-        what = f"a plain GPT with {share:.2f} × that time, spent on more tokens"
-        against = f"; against {what}, {sentence(rival, 'r2', LONGER)}"
+        more = results.ratio(LONGER, tokens)
+        what = f"`{LONGER}`, a plain GPT that spends as much on {more:.1f} × the tokens"
+        against = f"; against {what}: {sentence(rival, 'r2', LONGER)}"
     return f" `r2` takes {results.ratio('r2', gpu_seconds):.2f} × the GPU time of `{PLAIN}`{against}."

@@ -88,6 +88,10 @@ class Study(ABC):
     def compare(self, before: Record, again: Record) -> tuple[bool, str]:
         """Whether a repeated row has the same numbers, to the bit; and that in one line."""
 
+    def is_built_on_others(self, row: str) -> bool:
+        """Whether it uses the training runs of other rows: then it is run after them."""
+        return False
+
     def run_row(self, row: str, seed: int, place: Place) -> Path:
         """Returns the path of the record; a row that has one is not run."""
         path = place.record(row, seed)

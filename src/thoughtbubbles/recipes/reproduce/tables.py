@@ -89,8 +89,8 @@ def seconds_of(results: Results, row: str) -> str:
 
 
 def screen_table(results: Results, long: Results) -> str:
-    """Every row against plain models with and without the usual gate; the best loss is bold. Then how it compares with
-    `long`, which a screen is to predict."""
+    """Every row against plain models of its kind, with and without the usual gate; the best loss is bold. Then how it
+    compares with `long`, which a screen is to predict."""
     losses = {row: results.mean(row, nats) for row in results.rows}
     best = min(losses, key=losses.__getitem__) if losses else None
     lines = []
@@ -98,7 +98,7 @@ def screen_table(results: Results, long: Results) -> str:
         if row not in losses:
             lines.append([f"`{row}`", results.what(row), "not run", *["–"] * 3])
             continue
-        rivals = (None if row == rival else difference(results, row, rival) for rival in (PLAIN, "head-gate"))
+        rivals = (None if row == rival else difference(results, row, rival) for rival in plain_rivals(row))
         lines.append(
             [
                 f"`{row}`",
@@ -108,12 +108,27 @@ def screen_table(results: Results, long: Results) -> str:
                 *("–" if against is None else against.cell for against in rivals),
             ]
         )
-    headings = ("row", "model", f"{unit(results)} seconds", "nats per token", "against `plain`", "against `head-gate`")
+    headings = (
+        "row",
+        "model",
+        f"{unit(results)} seconds",
+        "nats per token",
+        "against plain",
+        "against plain with a gate",
+    )
     parts = [markdown(headings, lines), *([measured_on(results)] if results.rows else [])]
     both = [row for row in results.rows if row != PLAIN and difference(long, row, PLAIN)]
     if pairs := [f"`{row}` {cell(results, row)} here and {cell(long, row)} in `long`" for row in both]:
         parts.append(f"How far a screen can be trusted: against `plain`, {'; '.join(pairs)}.")
     return "\n\n".join(parts)
+
+
+def plain_rivals(row: str) -> tuple[str, str]:
+    """The rows of `screen` with the same kind of blocks and optimizer and no forks: without a gate and with it."""
+    for kind in ("modern-muon", "modern"):
+        if row.startswith(kind):
+            return kind, f"{kind}-gate"
+    return PLAIN, "head-gate"
 
 
 def cell(results: Results, row: str) -> str:

@@ -40,6 +40,9 @@ class TextStudy(Study):
         elif evaluated:
             print(f"no --data-dir: {', '.join(evaluated)} will not be evaluated on the benchmarks", file=sys.stderr)
 
+    def is_built_on_others(self, row: str) -> bool:
+        return self.protocol.rows[row].ensemble > 1
+
     def make_record(self, row: str, seed: int, place: Place) -> Record:
         return make_record(self.protocol, row, seed, place)
 

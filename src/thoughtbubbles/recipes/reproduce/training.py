@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from thoughtbubbles.checkpoint import checkpoints
+from thoughtbubbles.files import is_locked
 from thoughtbubbles.recipes.reproduce.protocols import GROUP
 from thoughtbubbles.recipes.reproduce.study import Stopped
 from thoughtbubbles.train.config import RunConfig
@@ -33,7 +34,7 @@ def train_run(config: RunConfig) -> Trained:
     try:
         result = train(config, resume=bool(earlier))
     except ValueError as error:
-        if not earlier:
+        if not earlier or is_locked(folder):
             raise
         raise ValueError(f"{folder} cannot be resumed: delete it, or give another --runs ({error})") from None
     if not result.finished:

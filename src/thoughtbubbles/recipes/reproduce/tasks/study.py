@@ -13,6 +13,7 @@ from thoughtbubbles.data.tasks.task import VERSION as TASK_VERSION
 from thoughtbubbles.data.tasks.task import write_task
 from thoughtbubbles.distributed import joined
 from thoughtbubbles.evals.hard_places import measure_task
+from thoughtbubbles.files import locked
 from thoughtbubbles.model.cost import parameter_count
 from thoughtbubbles.provenance import device_name, provenance
 from thoughtbubbles.recipes.reproduce.study import Place, Record, Study
@@ -51,11 +52,12 @@ class TaskStudy(Study):
     def make_record(self, row: str, seed: int, place: Place) -> Record:
         known = self.task_rows[row]
         task, data = task_named(known.task), place.runs / "tasks" / f"data-{known.task}-seed{seed}"
-        data.parent.mkdir(parents=True, exist_ok=True)
-        if not data.exists():
+        data.mkdir(parents=True, exist_ok=True)
+        with locked(data, doing="writing", wait=True):  # rows may be started at the same time
             n = n_examples(known.task, self.scale)
-            print(f"writing {n:,} examples of {known.task}, {n / 1e4:.0f} seconds or so", file=sys.stderr)
-        write_task(data, task, n_examples=n_examples(known.task, self.scale), seed=seed)
+            if not any(data.iterdir()):
+                print(f"writing {n:,} examples of {known.task}, {n / 1e4:.0f} seconds or so", file=sys.stderr)
+            write_task(data, task, n_examples=n, seed=seed)
         config = run_of(f"{self.name}/{row}-seed{seed}", known, seed, self.scale, data=str(data))
         trained = train_run(replace(config, out=place.run(row, seed)))
         source = provenance()
