@@ -9,6 +9,7 @@ import pytest
 from made_up import PER_STEP, made_up, rows, write
 
 from thoughtbubbles.recipes.reproduce.answers import answers
+from thoughtbubbles.recipes.reproduce.best import best_table
 from thoughtbubbles.recipes.reproduce.compare_rows import Difference, curve_differences, difference
 from thoughtbubbles.recipes.reproduce.figures import figures
 from thoughtbubbles.recipes.reproduce.plots import is_current, spread
@@ -262,9 +263,43 @@ def test_gpu_time_is_that_of_a_step_alone_if_it_was_measured(tmp_path):
         table = protocol_table(read_evidence(tmp_path).results["long"])
         return [line_of(table, row)[5] for row in ("plain", "r2")]
 
-    assert shown() == [f"{plain['tokens'] / per_step * 0.013:,.0f}", "≤ 300"]
+    steps = plain["tokens"] / per_step
+    assert shown() == [f"{steps * 0.013:,.0f}", "≤ 300"]
     for other in ({"device": "another"}, {"tokens": 1}, {"vocab_size": 1}):
         assert shown(**other) == ["≤ 300", "≤ 300"]
+
+    write(tmp_path, made_up("long", "r2-late", 0, 2.95))
+    shown(rows={"r1": {"milliseconds": 10.0}, "r2": {"milliseconds": 30.0}})
+    late = read_evidence(tmp_path).results["long"]
+    assert late.cost("r2-late", gpu_seconds) == pytest.approx(steps * (0.75 * 0.01 + 0.25 * 0.03))
+    shown(rows={"r2": {"milliseconds": 30.0}})
+    assert read_evidence(tmp_path).results["long"].cost("r2-late", gpu_seconds) == 300
+
+
+def test_the_best_rows_at_each_cost(tmp_path):
+    times = {"plain": 300.0, "r1": 301.0, "head-gate": 330.0, "r2": 540.0, "wider": 540.1}
+    losses = {"plain": 3.0, "r1": 2.99, "head-gate": 2.995, "r2": 2.97, "wider": 2.98}
+    records = [made_up("long", row, 0, nats, gpu_seconds=times[row]) for row, nats in losses.items()]
+    table = best_table(read_evidence(write(tmp_path, *records)))
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:4]] for line in table.splitlines() if "`thoughtbubbles" in line
+    ]
+    assert lines == [
+        ["training tokens", "1.00 ×", "`r2`"],  # as many for all
+        ["training FLOPs", "1.00 ×", "`r2`"],
+        # r1 takes no longer than plain, to a hundredth; head-gate is worse than it, wider than r2.
+        ["GPU time of training", "1.00 ×", "`r1`"],
+        ["", "1.80 ×", "`r2`"],
+    ]
+    assert "| 2.9700 | −0.0300 ± 0.0000 (over windows, one seed) |" in table
+    assert "--only r2 --seed 0`" in table
+    assert table.endswith("different devices: time of a decoded token, 1 row; time of a decoded token, 32 rows.")
+    decode = {row: {"1": {"milliseconds": time}} for row, time in {"plain": 1.0, "r1": 1.2, "r2": 1.1}.items()}
+    (tmp_path / "decode.json").write_text(json.dumps({"device": "NVIDIA H200", "rows": decode}))
+    table = best_table(read_evidence(tmp_path))
+    assert "| time of a decoded token, 1 row | 1.00 × | `plain` |" in table
+    assert "|  | 1.10 × | `r2` |" in table
+    assert best_table(read_evidence(tmp_path / "empty")) == "Not measured yet."
 
 
 def test_the_leak_of_block_selection(tmp_path):

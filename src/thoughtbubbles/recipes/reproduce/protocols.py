@@ -131,6 +131,12 @@ def gated_forks() -> dict[str, Row]:
     }
 
 
+def late_forks(budget: int) -> Row:
+    """Most of the training at the price of the gate alone."""
+    what = f"r = {budget} in the last quarter, r = 1 before"
+    return Row(what=what, model=forks(budget), optim=TUNED["r2"], run={"forks_from": 0.75})
+
+
 def long() -> Protocol:
     plain, forked = TUNED["plain"], TUNED["r2"]
     rows = {
@@ -155,6 +161,7 @@ def long() -> Protocol:
         "wider": Row(what="plain GPT of width 384", model={"width": 384, "n_head": 6}, optim=plain),
         "longer": Row(what="plain GPT, 1.8 × the tokens", optim=plain, length=1.8),
         **gated_forks(),
+        **{f"r{budget}-late": late_forks(budget) for budget in (2, 4)},
     }
     return Protocol(
         what="12 layers of width 256, four epochs of the text", model=LONG, optim=LONG_OPTIM, rows=rows, epochs=4.0
@@ -261,9 +268,7 @@ def screen() -> Protocol:
         "modern-muon-r2": Row(
             what="`modern-r2`, trained with Muon", model=forks(2, **modern), optim={**forked, **muon}
         ),
-        "r2-late": Row(
-            what="r = 2 in the last quarter, r = 1 before", model=forks(2), optim=forked, run={"forks_from": 0.75}
-        ),
+        "r2-late": late_forks(2),
         "r2-elastic": Row(
             what="r drawn from 1, 1.5, 2, 3 and 4, measured at 2",
             model=forks(2),

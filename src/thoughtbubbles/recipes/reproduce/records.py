@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from thoughtbubbles.files import read_object
-from thoughtbubbles.recipes.reproduce.protocols import PLAIN, PROTOCOLS, Protocol, protocol
+from thoughtbubbles.recipes.reproduce.protocols import PLAIN, PROTOCOLS, Protocol, Row, protocol
 from thoughtbubbles.recipes.reproduce.study import Record, read_record
 
 STEPS_FILE = "steps.json"
@@ -141,7 +141,8 @@ def read_protocol(folder: Path, name: str) -> Results:
         of_row = {record["seed"]: record for record in records.values() if record["row"] == row}
         if of_row:
             rows[row] = dict(sorted(of_row.items()))
-    return Results(name=name, protocol=found, rows=rows, step_seconds=read_steps(folder / name / STEPS_FILE, rows))
+    alone = with_late_forks(read_steps(folder / name / STEPS_FILE, rows), found.rows)
+    return Results(name=name, protocol=found, rows=rows, step_seconds=alone)
 
 
 def read_steps(path: Path, rows: Mapping[str, Mapping[int, Record]]) -> dict[str, float]:
@@ -154,6 +155,25 @@ def read_steps(path: Path, rows: Mapping[str, Mapping[int, Record]]) -> dict[str
     if {(each["device"], *size_of_step(each["config"])) for each in records} != {measured}:
         return {}
     return {row: each["milliseconds"] / 1000 for row, each in found["rows"].items()}
+
+
+def with_late_forks(seconds: Mapping[str, float], rows: Mapping[str, Row]) -> dict[str, float]:
+    """A row whose forks begin late has the mean time of the row that is never without them and of that without any."""
+    found = dict(seconds)
+    for name, row in rows.items():
+        begin = row.run.get("forks_from", 0)
+        parts = {
+            share: next((seconds[other] for other in seconds if has_model(rows.get(other), row, budget)), None)
+            for share, budget in ((begin, 1), (1 - begin, row.model.get("budget")))
+        }
+        if begin and None not in parts.values():
+            found[name] = sum(share * time for share, time in parts.items() if time is not None)
+    return found
+
+
+def has_model(other: Row | None, row: Row, budget: object) -> bool:
+    """Whether another row has this row's model with this budget, from the first step on."""
+    return other is not None and not other.run and dict(other.model) == {**row.model, "budget": budget}
 
 
 def size_of_step(config: Mapping[str, Any]) -> tuple[int, int | None]:

@@ -13,6 +13,7 @@ from thoughtbubbles.data.tasks import TASKS
 from thoughtbubbles.files import check_folder, read_object, write_atomically
 from thoughtbubbles.plotting import has_matplotlib
 from thoughtbubbles.recipes.reproduce.answers import answers
+from thoughtbubbles.recipes.reproduce.best import best_table
 from thoughtbubbles.recipes.reproduce.figures import Figure, figures
 from thoughtbubbles.recipes.reproduce.finetune.report import clutrr_figure, clutrr_table, gsm8k_table
 from thoughtbubbles.recipes.reproduce.plots import write_figure
@@ -43,6 +44,7 @@ from thoughtbubbles.recipes.reproduce.two_stage.report import two_stage_table
 PAGE, TASKS_PAGE, FIGURES = "index.md", "tasks.md", "figures"
 NEED = "the plots need `pip install 'thoughtbubbles[analysis]'`"
 SECTIONS: dict[str, tuple[str, Callable[[Evidence], str]]] = {
+    "best": ("The best so far", best_table),
     "answers": ("Answers", answers),
     "long": ("Protocol `long`", lambda found: protocol_table(found.results["long"])),
     "short": ("Protocol `short`", lambda found: protocol_table(found.results["short"])),
