@@ -98,8 +98,7 @@ def test_any_interleaving_predicts_what_a_prefill_does(case):
 def test_many_interleavings(case):
     for seed in range(3):
         model = lively_model(small_config(block_size=CAPACITY, **CASES[case]), seed=seed)
-        for trial in range(2):
-            interleave(model, seed=100 * seed + trial)
+        interleave(model, seed=100 * seed + 1)
 
 
 def test_the_model_in_the_package():

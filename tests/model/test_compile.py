@@ -25,8 +25,9 @@ def test_compile(check):
 
 
 @pytest.mark.slow
-def test_compiled_models_give_the_same_numbers():
-    run_probe("generated code" if has_compiler else "one graph")
+@pytest.mark.parametrize("check", ["one graph, simple forms", "generated code"] if has_compiler else ["one graph"])
+def test_compiled_models_give_the_same_numbers(check):
+    run_probe(check)
 
 
 @pytest.mark.slow
