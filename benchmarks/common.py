@@ -88,8 +88,7 @@ def write_results(benchmark: str, device: str, numbers: dict[str, Any], *, to: P
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "benchmark": benchmark,
-        "command": command(),
-        "commit": commit() or "unknown",
+        **source(),
         "machine": name,
         "torch": torch.__version__,
         **numbers,
@@ -109,7 +108,11 @@ def known_rows(path: Path, kind: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_rows(path: Path, kind: dict[str, Any], rows: dict[str, dict[str, Any]]) -> None:
-    """Adds these rows to those that are there."""
-    source = {"command": command(), "commit": commit() or "unknown"}
+    """Adds these rows to those that are there, or replaces them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {**kind, "rows": known_rows(path, kind) | {name: row | source for name, row in rows.items()}})
+    write_json(path, {**kind, "rows": known_rows(path, kind) | rows})
+
+
+def source() -> dict[str, str]:
+    """Of a number that this run measures."""
+    return {"command": command(), "commit": commit() or "unknown"}

@@ -26,7 +26,7 @@ from random import Random
 from typing import Any
 
 import torch
-from common import known_rows, seconds, synchronize, write_results, write_rows
+from common import known_rows, seconds, source, synchronize, write_results, write_rows
 from decode_steps import DTYPES, NEW, PROMPT, build, difference, graph_times, graphs, refill, some_ids, streams_of
 from torch import Tensor
 
@@ -278,7 +278,8 @@ def measure_rows(
             config, dtype = configs[row], DTYPES[device]
             budget = Budget.of(config.budget)
             memory = cache_memory(config, rows=rows, capacity=config.block_size, budget=budget, dtype=dtype)
-            found[row][str(rows)] = {"milliseconds": case.pop("milliseconds"), "cache_bytes": memory.total, **case}
+            times = {"milliseconds": case.pop("milliseconds"), "cache_bytes": memory.total}
+            found[row][str(rows)] = {**times, **case, **source()}
     return found
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import known_rows, write_results, write_rows
+from common import known_rows, source, write_results, write_rows
 
 from thoughtbubbles.bench.cases import Case, default_cases, find_cases
 from thoughtbubbles.bench.measure import Failed, Measured, product_tflops, run_cases
@@ -107,7 +107,7 @@ def cases_of(name: str, rows: list[str] | None) -> list[Case]:
 
 def write_step(case: Measured, path: Path, kind: dict[str, Any]) -> None:
     times = {"milliseconds": case.step.milliseconds, "low": case.step.low, "high": case.step.high}
-    write_rows(path, kind, {case.name: times})
+    write_rows(path, kind, {case.name: times | source()})
 
 
 def main() -> None:
@@ -128,6 +128,8 @@ def main() -> None:
         if wrong := sorted(set(arguments.cases or ()) - set(protocol(arguments.protocol).rows)):
             parser.error(f"--cases: {arguments.protocol} has no rows {', '.join(wrong)}")
         cases = cases_of(arguments.protocol, arguments.cases)
+        if not cases:
+            parser.error("--cases: none of these rows has one speed, and AdamW")
         steps = (arguments.out or FOR_REPORT) / arguments.protocol / STEPS_FILE
         size = {"tokens": cases[0].rows * cases[0].config.block_size, "vocab_size": cases[0].config.vocab_size}
         kind = {"device": device_name(arguments.device), "torch": torch.__version__, **size}

@@ -185,11 +185,6 @@ def is_locked(folder: Path) -> bool:
         return True
 
 
-def processors() -> int:
-    """The number that this process may use, which can be fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 # Manifests
 
 

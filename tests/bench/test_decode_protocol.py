@@ -32,7 +32,7 @@ def test_the_report_draws_what_is_measured(tmp_path, monkeypatch):
     run(monkeypatch, "--rows", "1", "--new", "3", "--out", str(out))
     evidence = read_evidence(out)
     found = evidence.decode
-    assert found["rows"]["r2"]["command"] == "python benchmarks/decode.py --protocol long --rows 1 --new 3"
+    assert found["rows"]["r2"]["1"]["command"] == "python benchmarks/decode.py --protocol long --rows 1 --new 3"
     assert (found["dtype"], found["prompt"], found["new"]) == ("float32", 64, 3)
     assert set(found["rows"]) == set(evidence.results["long"].protocol.rows) - {"block"}
     assert all(at["1"]["milliseconds"] > 0 for at in found["rows"].values())

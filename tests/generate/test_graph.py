@@ -98,9 +98,9 @@ def probe(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
 
 
 def is_same(found: dict[str, Any]) -> bool:
-    """A difference that is not a number is none that is small enough."""
+    """All differences that were measured are small; one that is not a number is not."""
     gaps = [gap for name, gap in found.items() if name != "same_streams"]
-    return found["same_streams"] and all(gap < SAME_FUNCTION_FLOAT32 for gap in gaps)
+    return found["same_streams"] and bool(gaps) and all(gap < SAME_FUNCTION_FLOAT32 for gap in gaps)
 
 
 @pytest.mark.slow  # compiles for a minute
@@ -160,8 +160,6 @@ def test_compiled_generation_is_generation(check):
     assert found["again_the_same"]
     assert found["lengths"] == found["asked"]
     assert found["with_other_streams"] < 0.2  # in bfloat16 a decision now and then falls on the other side
-    # Likewise: prompts have some 250 decisions each, of which rounding turns about one in a thousand.
-    # Their texts are not compared.
-    assert found["other_prompts"] < 0.5
+    assert found["other_prompts"] < 0.3  # likewise; their texts are not compared
     assert found["log_prob"] < 10 * BFLOAT16  # of tokens before the first such decision
     assert found["streamed"] == "length"

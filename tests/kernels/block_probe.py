@@ -364,10 +364,10 @@ def compiled_ahead(fork_reach: int | None = None) -> Found:
         sums: ("_column_sums",),
     }
     config = ModelConfig(
-        n_layer=4, n_head=2, width=32, vocab_size=64, block_size=8, fork_layers=(2,), merge="residual",
+        n_layer=6, n_head=2, width=32, vocab_size=64, block_size=16, fork_layers=(2, 4), merge="residual",
         fork_reach=fork_reach,
     )  # fmt: skip
-    model, ids = Thoughtbubbles(config), torch.randint(64, (1, 8))
+    model, ids = Thoughtbubbles(config), torch.randint(64, (2, 16))
     forms: dict[str, set[Any]] = {"ahead": set(), "a step": set()}
     before = {(module, name): getattr(module, name) for module, every in names.items() for name in every}
     is_for_blocks, kernels.for_blocks = kernels.for_blocks, lambda device, dtype: True
@@ -409,10 +409,9 @@ def gelu_everywhere() -> Found:
 
 def cases() -> dict[str, Callable[[], Found]]:
     gates = [(True, True), (True, False), (False, True), (False, False)]
-    sizes = [(streams, 16, *gates[i % 4]) for i, streams in enumerate((1, 5, 16, 64, 130))]
-    sizes += [(streams, 16, *gate) for streams in (33, 70) for gate in gates]
-    sizes += [(streams, head, True, True) for streams in (1, 33, 64) for head in (32, 64)]
-    sizes += [(130, 64, True, True)]
+    lengths = (1, 5, 16, 33, 64, 70, 130)
+    sizes = [(streams, 16, qk, value) for streams in lengths for qk, value in gates]
+    sizes += [(streams, head, True, True) for streams in lengths for head in (32, 64)]
     return {
         "alone": lambda: Heads(1, 16, qk=False).errors(),
         "a full tile": lambda: Heads(32, 16, value=False).errors(),
@@ -446,8 +445,8 @@ def cases() -> dict[str, Callable[[], Found]]:
         "a reach without end is none": unlimited_reach,
         **{f"low, {s} streams": lambda s=s: Heads(s, 32, low=-60.0).errors() for s in (16, 70)},
         "very low, not bounded": lambda: Heads(70, 16, low=-450.0, high=-400.0, value=False, is_bounded=False).errors(),
-        **{f"strong {i}": strong for i in range(2)},
-        **{f"unused slots {i}": unused_slots for i in range(2)},
+        **{f"strong {i}": strong for i in range(4)},
+        **{f"unused slots {i}": unused_slots for i in range(4)},
         "strided": strided,
         "half": half,
         "what is kept": what_is_kept,

@@ -497,7 +497,7 @@ def test_rows_that_fail_beside_each_other_are_named_with_their_logs(corpus, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "jobs"), [(signal.SIGHUP, 2), (signal.SIGINT, 1)])
+@pytest.mark.parametrize(("number", "jobs"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGHUP, 2)])
 def test_a_signal_stops_after_saving_and_the_command_resumes(number, jobs, tmp_path):
     """Two rows, so the training is in a process of the process that gets the signal. Signals as a terminal sends them:
     to all processes of its foreground group."""

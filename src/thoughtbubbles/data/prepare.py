@@ -32,7 +32,7 @@ from thoughtbubbles.data.sources import Chunk, Input, find_inputs, fingerprint, 
 from thoughtbubbles.data.tokenizer import NAMED, TRAINED, Tokenizer, read_tokenizer, save_tokenizer, saved_tokenizer
 from thoughtbubbles.data.tokenizer import tokenizer as named_tokenizer
 from thoughtbubbles.data.vocabulary import LEAST, MOST, train_vocabulary, training_texts
-from thoughtbubbles.files import SHIPPED, locked, named, processors, reason, shipped_model, short_name
+from thoughtbubbles.files import SHIPPED, locked, named, reason, shipped_model, short_name
 
 PATIENCE = 5.0  # seconds without a result before checking that all processes are alive
 AHEAD = 3  # chunks in flight per process
@@ -348,6 +348,11 @@ def _writing(out: Path) -> Iterator[None]:
             f"writing to {short_name(out)} failed ({reason(error)}): free disk space or give another folder; complete "
             f"shards are kept: {AGAIN}"
         ) from error
+
+
+def processors() -> int:
+    """The number that this process may use, which can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _summarize(out: Path, index: Index) -> None:

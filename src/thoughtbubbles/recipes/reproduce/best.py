@@ -18,7 +18,8 @@ def best_table(evidence: Evidence) -> str:
     costs, lines = costs_of(evidence), []
     for what, of_rows in costs.items():
         for i, row in enumerate(frontier(results, of_rows)):
-            gap, level = difference(results, row, PLAIN), results.mean(PLAIN, nats)
+            gap = difference(results, row, PLAIN)
+            assert gap is not None, "no row without one is here"
             seeds = " ".join(map(str, results.rows[row]))
             lines.append(
                 [
@@ -26,8 +27,8 @@ def best_table(evidence: Evidence) -> str:
                     f"{of_rows[row] / of_rows[PLAIN]:.2f} ×",
                     f"`{row}`",
                     results.what(row),
-                    f"{level if gap is None or row == PLAIN else level + gap.mean:.4f}",
-                    "–" if gap is None or row == PLAIN else gap.cell,
+                    f"{results.mean(PLAIN, nats) + gap.mean:.4f}",
+                    "–" if row == PLAIN else gap.cell,
                     f"`thoughtbubbles reproduce long --data CORPUS --only {row} --seed {seeds}`",
                 ]
             )

@@ -40,7 +40,8 @@ def reproduce(
 
     long: a small model, four epochs: plain, r = 1 (scores without forks), r = 2, a gate per head, and more. long-sweep:
     the learning rates and weight decays behind it. short: a larger model that sees each token once. scarce: 20M tokens
-    of text, many epochs. laptop: the first three rows of long, in minutes on a CPU.
+    of text, many epochs. screen: ideas for better forks, on a third of the tokens of long. laptop: the first three rows
+    of long, in minutes on a CPU.
 
     tasks: made-up tasks whose hard places are known; tasks-sweep: the learning rates behind it. clutrr, gsm8k:
     fine-tuning on the benchmarks of those names in --data-dir. two-stage: the paper's pretraining and its second stage

@@ -162,12 +162,12 @@ def with_late_forks(seconds: Mapping[str, float], rows: Mapping[str, Row]) -> di
     found = dict(seconds)
     for name, row in rows.items():
         begin = row.run.get("forks_from", 0)
-        parts = {
-            share: next((seconds[other] for other in seconds if has_model(rows.get(other), row, budget)), None)
-            for share, budget in ((begin, 1), (1 - begin, row.model.get("budget")))
-        }
-        if begin and None not in parts.values():
-            found[name] = sum(share * time for share, time in parts.items() if time is not None)
+        before, after = (
+            next((seconds[other] for other in seconds if has_model(rows.get(other), row, budget)), None)
+            for budget in (1, row.model.get("budget"))
+        )
+        if begin and before is not None and after is not None:
+            found[name] = begin * before + (1 - begin) * after
     return found
 
 
