@@ -56,7 +56,7 @@ def reproduce(
     Args:
         name: The protocol, one of those above, or all.
         data: The corpus: a folder written by `thoughtbubbles prepare`, with a val split. Our own rows used the
-            tokenizer bubbles-7m for long and scarce, gpt2 for short.
+            tokenizer bubbles-7m, those of short gpt2.
         only: Rows to run, as --list shows them. Default: all that have no record yet.
         seed: Seeds to run, for every row. Default: those that the protocol plans for a row.
         val: More validation text, by name, such as wiki=data/val-wiki: each is measured separately.
@@ -71,8 +71,8 @@ def reproduce(
         again: Run rows that have a record once more, and compare the validation loss with it, bit by bit; exit code 1
             if it differs.
         jobs: Rows to run at the same time; then their output goes to RUNS/PROTOCOL/ROW-seedN.log. Models as tiny as
-            those of tasks do not fill a GPU, where NVIDIA's MPS (`nvidia-cuda-mps-control -d`) lets rows share it. On a
-            CPU the cores are divided among them, which changes last bits: use the same number with --again.
+            those of tasks do not fill a GPU, where NVIDIA's MPS (`nvidia-cuda-mps-control -d`) lets rows share it. The
+            cores of a CPU are divided among them, which changes last bits: use the same number with --again.
     """
     if list or report:
         if report:
