@@ -70,9 +70,8 @@ def reproduce(
         report: Only render the tables and plots of --out from all records there are.
         again: Run rows that have a record once more, and compare the validation loss with it, bit by bit; exit code 1
             if it differs.
-        jobs: Rows to run at the same time; then their output goes to RUNS/PROTOCOL/ROW-seedN.log. Models as tiny as
-            those of tasks do not fill a GPU, where NVIDIA's MPS (`nvidia-cuda-mps-control -d`) lets rows share it. The
-            cores of a CPU are divided among them, which changes last bits: use the same number with --again.
+        jobs: Rows to run at the same time, with their output in RUNS/PROTOCOL/ROW-seedN.log; they share a GPU well under
+            NVIDIA's MPS, if models are tiny, and divide the cores of a CPU, which changes last bits.
     """
     if list or report:
         if report:
