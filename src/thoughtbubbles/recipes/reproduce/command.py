@@ -53,6 +53,9 @@ def reproduce(
 
     After an interruption, the same command resumes. On a GPU a row of long takes minutes; each runs in its own process.
 
+    With --jobs, rows share a GPU under NVIDIA's MPS (nvidia-cuda-mps-control -d), and divide the cores of a CPU, which
+    changes last bits: use the same number with --again.
+
     Args:
         name: The protocol, one of those above, or all.
         data: The corpus: a folder written by `thoughtbubbles prepare`, with a val split. Our own rows used the
@@ -66,12 +69,11 @@ def reproduce(
             THOUGHTBUBBLES_DATA; without it they are left out. clutrr, gsm8k and two-stage train on it.
         runs: Folder for the training runs, with their checkpoints.
         out: Folder for the records, ROW-seedN.json in a folder per protocol, and for the report.
+        jobs: Rows to run at the same time, each with its output in RUNS/PROTOCOL/ROW-seedN.log.
         list: Only show the rows and which of them have records.
         report: Only render the tables and plots of --out from all records there are.
         again: Run rows that have a record once more, and compare the validation loss with it, bit by bit; exit code 1
             if it differs.
-        jobs: Rows to run at the same time, with their output in RUNS/PROTOCOL/ROW-seedN.log; they share a GPU well under
-            NVIDIA's MPS, if models are tiny, and divide the cores of a CPU, which changes last bits.
     """
     if list or report:
         if report:
