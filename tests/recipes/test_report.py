@@ -285,7 +285,8 @@ def test_the_best_rows_at_each_cost(tmp_path):
         [cell.strip() for cell in line.split("|")[1:4]] for line in table.splitlines() if "`thoughtbubbles" in line
     ]
     assert lines == [
-        ["training tokens", "1.00 ×", "`r2`"],  # as many for all
+        ["parameters", "1.00 ×", "`r2`"],  # as many for all
+        ["training tokens", "1.00 ×", "`r2`"],
         ["training FLOPs", "1.00 ×", "`r2`"],
         # r1 takes no longer than plain, to a hundredth; head-gate is worse than it, wider than r2.
         ["GPU time of training", "1.00 ×", "`r1`"],
@@ -334,6 +335,17 @@ def test_growth_is_judged_seed_by_seed(tmp_path):
     assert "the difference moves in favour of `r2` (−0.0210 ± 0.0010 nats per token)" in text
     points = curve_differences(evidence.results["long"], "r2", "plain")
     assert [tokens for tokens, _ in points] == [step * PER_STEP for step in (100, 200, 300, 400)]
+
+
+def test_a_row_whose_forks_begin_late_is_drawn_from_there_on(tmp_path):
+    curve = [[100, 3.5], [200, 3.4], [300, 3.3], [400, 3.2]]
+    late = made_up("long", "r2-late", 0, 3.1, curve=[[step, loss - 0.01] for step, loss in curve])
+    late["config"]["forks_from"] = 0.75
+    evidence = read_evidence(write(tmp_path, made_up("long", "plain", 0, 3.2, curve=curve), late))
+    points = curve_differences(evidence.results["long"], "r2-late", "plain")
+    assert [tokens for tokens, _ in points] == [step * PER_STEP for step in (300, 400)]
+    (figure,) = (found for found in figures(evidence)["curves"] if found.name == "long-difference")
+    assert figure.sentence.endswith("and at its end: `r2-late` −0.0100 (1 seed).")
 
 
 def test_decoding_times_and_cache(tmp_path):

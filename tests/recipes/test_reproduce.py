@@ -29,12 +29,12 @@ from thoughtbubbles.model.cost import parameter_count
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.recipes.reproduce.corpus import open_corpus, part_of
 from thoughtbubbles.recipes.reproduce.measure import all_windows, copying, forks
-from thoughtbubbles.recipes.reproduce.protocols import PROTOCOLS, TUNED, Protocol, Row, protocol
+from thoughtbubbles.recipes.reproduce.protocols import GROUP, PROTOCOLS, TUNED, Protocol, Row, protocol
 from thoughtbubbles.recipes.reproduce.row import compare, make_record
 from thoughtbubbles.recipes.reproduce.studies import study
 from thoughtbubbles.recipes.reproduce.study import Place
 from thoughtbubbles.recipes.reproduce.text_study import TextStudy
-from thoughtbubbles.recipes.reproduce.training import Trained, gpu_seconds, speed
+from thoughtbubbles.recipes.reproduce.training import Trained, gpu_seconds, skipped_steps, speed, training_loss
 from thoughtbubbles.train.config import OptimConfig
 from thoughtbubbles.train.loop import train
 
@@ -298,6 +298,17 @@ def test_the_speed_is_that_of_nine_in_ten_groups():
     lines = [{"tokens_per_second": float(each)} for each in (5, 100, 5, 5, 5, 100, 5, 5, 5, 5, 5)]
     assert speed(lines, 0.9) == 100
     assert speed(lines, 0.5) == 5
+
+
+def test_losses_that_are_not_finite_are_counted_and_left_out_of_the_mean():
+    """Metrics have them as text, since JSON has no such numbers. A loss may be finite where the gradient is not."""
+    lines = [{"loss": 2.0, "skipped": False} for _ in range(GROUP)] + [{"validation_loss": {"text": 2.0}}]
+    lines[3] = {"loss": "nan", "skipped": True}
+    lines[4] = {"loss": "inf", "skipped": True}
+    lines[5] = {"loss": 2.0, "gradient_norm": "nan", "skipped": True}
+    lines += [{"loss": 1.0, "skipped": False}, {"loss": "nan", "skipped": True}]
+    assert training_loss(lines) == [2.0, 1.0]
+    assert skipped_steps(lines) == 4
 
 
 def test_the_time_of_a_run_that_forks_late():

@@ -257,7 +257,7 @@ def test_records_of_other_texts_are_refused(tmp_path: Path):
     made_up(tmp_path, "r2", 0, {1: 1.0})
     path = tmp_path / "tasks" / "khop-r2-seed0.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "task_version": 1}))
-    with pytest.raises(ValueError, match="version 1 of the tasks, now 2; run it again"):
+    with pytest.raises(ValueError, match="version 1 of the tasks, now 3; run it again"):
         read_task_records(tmp_path)
 
 

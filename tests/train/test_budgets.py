@@ -19,6 +19,11 @@ def steps_of(folder):
     return [line for line in lines if "loss" in line]
 
 
+def validated(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["validation_loss"] for line in lines if "validation_loss" in line]
+
+
 @pytest.mark.slow
 def test_all_budgets_come_about_equally_often_and_another_seed_draws_others(tmp_path):
     run = small_run(tmp_path / "run", budgets=BUDGETS)
@@ -67,13 +72,16 @@ def test_flops_are_the_mean_over_the_budgets(tmp_path):
 
 def test_forks_begin_late(tmp_path):
     """The steps before are those of a run with budget 1, bit by bit; from then on every step has the model's own."""
-    late = small_run(tmp_path / "late", forks_from=0.5, log_every=1, steps=8)
+    late = small_run(tmp_path / "late", forks_from=0.5, log_every=1, eval_every=2, steps=8)
     train(late)
-    train(small_run(tmp_path / "never", model_budget=1, log_every=1, steps=8))
+    train(small_run(tmp_path / "never", model_budget=1, log_every=1, eval_every=2, steps=8))
     ours, never = (steps_of(tmp_path / name) for name in ("late", "never"))
     assert [line["loss"] for line in ours[:4]] == [line["loss"] for line in never[:4]]
     assert [line["loss"] for line in ours[4:]] != [line["loss"] for line in never[4:]]
+    ours, never = (validated(tmp_path / name) for name in ("late", "never"))
+    assert [a == b for a, b in zip(ours, never, strict=True)] == [True, True, False, False]
     assert [late.budget_of(step) for step in range(8)] == [1.0] * 4 + [None] * 4
+    assert [late.validation_budget(done) for done in range(9)] == [None, *[1.0] * 4, *[None] * 4]
     assert late.flops_per_row == (cost(late.model).flops + cost(replace(late.model, budget=1)).flops) / 2
 
 

@@ -147,7 +147,8 @@ class RunConfig:
     """Budgets (streams per token) to train with, such as 1 1.5 2 4: each step draws one at random, so that the model
     works with all of them. Default: always the model's own, which validation always uses."""
     forks_from: float = 0.0
-    """Fraction of the run after which tokens may fork: until then every step has budget 1, which takes less time."""
+    """Fraction of the run after which tokens may fork: until then training and validation have budget 1, which takes
+    less time."""
     data: DataConfig = field(default_factory=DataConfig)
     """Training and validation data."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -254,6 +255,10 @@ class RunConfig:
         if not self.budgets:
             return None
         return random.Random(f"budget {self.seed} {step}").choice(self.budgets)
+
+    def validation_budget(self, done: int) -> float | None:
+        """After `done` steps: untrained forks would only disturb."""
+        return 1.0 if 0 < done <= self.steps_before_forks else None
 
     @property
     def flops_per_row(self) -> float:

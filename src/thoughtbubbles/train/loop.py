@@ -280,7 +280,10 @@ class Trainer:
         """Validation loss of each source and of the mixture, and samples."""
         was_training = self.model.training
         self.model.eval()
-        self.validation_loss = validation_losses(self.model, self.data, world=self.world, products=self.products)
+        budget = self.config.validation_budget(self.done)
+        self.validation_loss = validation_losses(
+            self.model, self.data, world=self.world, products=self.products, budget=budget
+        )
         if self.validation_loss:
             self.log.write({"step": self.done, "validation_loss": self.validation_loss})
             shown = "  ".join(f"{name} {loss:.4f}" for name, loss in self.validation_loss.items())

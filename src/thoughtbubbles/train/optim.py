@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from thoughtbubbles import kernels
 from thoughtbubbles.train.config import OptimConfig
+from thoughtbubbles.train.muon import update_matrices
+from thoughtbubbles.train.parallel import local
 
 if TYPE_CHECKING:
     from thoughtbubbles.kernels.adamw import Plan, Planner
@@ -65,14 +67,6 @@ class Optimizer:
             for _, parameter, key in self._entries()
         }
         self._updates = torch.zeros((), device=next(iter(self.name_of)).device)  # the device decides whether to count
-        # One optimizer per matrix, so that a skipped step needs a backup of only one matrix at a time. Updates are
-        # scaled to AdamW's usual size, so that both share one learning rate.
-        self._muons = {
-            parameter: torch.optim.Muon(
-                [parameter], lr=optim.lr, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
-            for parameter in by_kind["muon"]
-        }
         self._planner = _find_planner(list(self.name_of))
 
     @property
@@ -100,9 +94,15 @@ class Optimizer:
             for has_decay in (True, False):
                 parameters = [p for p in self.parameters["adamw"] if (p.ndim >= 2) == has_decay]
                 self._step_adamw(parameters, lr, self.config.weight_decay * has_decay, norm, clip, finite)
-        for parameter, muon in self._muons.items():
-            if parameter.grad is not None:
-                self._step_muon(parameter, muon, lr, norm, clip, finite)
+        matrices = [parameter for parameter in self.parameters["muon"] if parameter.grad is not None]
+        update_matrices(
+            matrices,
+            [self._state[f"momentum_buffer.{self.name_of[parameter]}"] for parameter in matrices],
+            lr=lr,
+            decay=self.config.weight_decay,
+            factor=_factor(norm, clip) if clip else None,
+            finite=finite,
+        )
         return norm
 
     def _plan(self, planner: "Planner") -> "Plan":
@@ -111,10 +111,10 @@ class Optimizer:
         entries = []
         for parameter in self.parameters["adamw"]:
             if parameter.grad is not None:
-                first, second = (_local(self._state[f"{key}.{self.name_of[parameter]}"]) for key in STATE["adamw"])
-                gradient = _local(parameter.grad).contiguous()
-                entries.append(Entry(_local(parameter), gradient, first, second, decays=parameter.ndim >= 2))
-        others = [_local(p.grad).contiguous() for p in self.parameters["muon"] if p.grad is not None]
+                first, second = (local(self._state[f"{key}.{self.name_of[parameter]}"]) for key in STATE["adamw"])
+                gradient = local(parameter.grad).contiguous()
+                entries.append(Entry(local(parameter), gradient, first, second, decays=parameter.ndim >= 2))
+        others = [local(p.grad).contiguous() for p in self.parameters["muon"] if p.grad is not None]
         return planner.plan(entries, others)
 
     def _launch_adamw(self, plan: "Plan", lr: float, norm: Tensor, clip: float, finite: Tensor) -> None:
@@ -135,18 +135,18 @@ class Optimizer:
     def _step_adamw(
         self, parameters: list[Tensor], lr: float, decay: float, norm: Tensor, clip: float, finite: Tensor
     ) -> None:
-        parameters = [p for p in parameters if p.grad is not None and _local(p).numel()]
+        parameters = [p for p in parameters if p.grad is not None and local(p).numel()]
         if not parameters:
             return
         names = [self.name_of[p] for p in parameters]
-        first, second = ([_local(self._state[f"{key}.{name}"]) for name in names] for key in STATE["adamw"])
-        gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+        first, second = ([local(self._state[f"{key}.{name}"]) for name in names] for key in STATE["adamw"])
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
         on_mps = norm.device.type == "mps"
         in_kernel = norm.dtype == torch.float32 and not on_mps  # the kernel's scale is a float32
         if clip and not in_kernel:
             torch._foreach_mul_(gradients, _factor(norm, clip))
         torch._fused_adamw_(
-            [_local(p) for p in parameters],
+            [local(p) for p in parameters],
             gradients,
             first,
             second,
@@ -163,19 +163,6 @@ class Optimizer:
             found_inf=None if on_mps else (~finite).float(),
         )
         torch.autograd.graph.increment_version(parameters)  # the kernel does not, and bf16 copies would look up to date
-
-    def _step_muon(
-        self, parameter: Tensor, muon: torch.optim.Muon, lr: float, norm: Tensor, clip: float, finite: Tensor
-    ) -> None:
-        momentum = self._state[f"momentum_buffer.{self.name_of[parameter]}"]
-        muon.state[parameter]["momentum_buffer"] = momentum
-        muon.param_groups[0]["lr"] = lr
-        if clip and parameter.grad is not None:
-            _local(parameter.grad).mul_(_factor(norm, clip))
-        kept = [(tensor, tensor.clone()) for tensor in (_local(parameter), _local(momentum))]
-        muon.step()
-        for tensor, before in kept:
-            tensor.copy_(torch.where(finite, tensor, before))
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name, e.g. `exp_avg.blocks.0.mlp.up.weight`; zeros before the first update."""
@@ -196,7 +183,7 @@ def gradient_norm(gradients: Sequence[Tensor], plan: "Plan | None" = None) -> Te
     """Global norm of all gradients over all ranks, on the device. With a plan, it is computed by our kernel."""
     first = gradients[0]
     if plan is None:
-        own = [_local(gradient) for gradient in gradients]
+        own = [local(gradient) for gradient in gradients]
         norm = nn.utils.get_total_norm([gradient for gradient in own if gradient.numel()])
         if not isinstance(first, DTensor):
             return norm
@@ -212,7 +199,7 @@ def gradient_norm(gradients: Sequence[Tensor], plan: "Plan | None" = None) -> Te
 
 def _find_planner(parameters: Sequence[Tensor]) -> "Planner | None":
     """The planner of our kernel, which handles float32 on a GPU; None elsewhere."""
-    own = [_local(parameter) for parameter in parameters]
+    own = [local(parameter) for parameter in parameters]
     if not own or not kernels.for_adamw(own):
         return None
     from thoughtbubbles.kernels.adamw import Planner
@@ -222,8 +209,3 @@ def _find_planner(parameters: Sequence[Tensor]) -> "Planner | None":
 
 def _factor(norm: Tensor, clip: float) -> Tensor:
     return (clip / (norm + TINY)).clamp(max=1.0)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from thoughtbubbles import kernels
@@ -119,3 +119,15 @@ def sync_gradients(model: torch.nn.Module, on: bool) -> None:
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor of a shard. A collective: every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_shard(tensor: Tensor, *, like: Tensor) -> Tensor:
+    """This rank's shard of a tensor that every rank has whole, cut as `like` is."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return local(distribute_tensor(tensor.contiguous(), like.device_mesh, like.placements, src_data_rank=None))

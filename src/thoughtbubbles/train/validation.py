@@ -20,9 +20,12 @@ from thoughtbubbles.train.precision import MixedPrecision
 
 
 def validation_losses(
-    model: Thoughtbubbles, data: RunData, *, world: World, products: MixedPrecision
+    model: Thoughtbubbles, data: RunData, *, world: World, products: MixedPrecision, budget: float | None = None
 ) -> dict[str, float]:
-    """Per source, and for the mixture if all its sources have a validation split; empty without validation data."""
+    """Per source, and for the mixture if all its sources have a validation split; empty without validation data.
+
+    `budget`: None is the model's own.
+    """
     if not data.validation:
         return {}
     sums = validation_sums(
@@ -31,6 +34,7 @@ def validation_losses(
         n_sources=len(data.validation),
         device=world.device,
         precision=products,
+        budget=budget,
     )
     sums = world.total(sums)
     each = (sums[:, 0] / sums[:, 1]).tolist()
@@ -48,13 +52,14 @@ def validation_sums(
     n_sources: int,
     device: torch.device,
     precision: Callable[[], AbstractContextManager[object]] = nullcontext,
+    budget: float | None = None,
 ) -> Float[Tensor, "sources 2"]:
     """Per source: the sum of the losses and the number of targets, to be summed over ranks."""
     sums = torch.zeros(n_sources, 2, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
     for batch in batches:
         ids, targets, lengths = to_device(batch, device)
         with precision():
-            nll = model(ids, targets=targets, lengths=lengths, want=("token_nll",)).token_nll
+            nll = model(ids, targets=targets, lengths=lengths, budget=budget, want=("token_nll",)).token_nll
         sums[int(batch.source[0]), 0] += nll.sum(dtype=sums.dtype)
         sums[int(batch.source[0]), 1] += (targets != IGNORED).sum()
     return sums
@@ -75,6 +80,7 @@ def samples(
             max_new=min(settings.sample_tokens, limit - len(ids)),
             sampling=Sampling(temperature=settings.temperature, seed=mix(config.seed, step, index)),
             end_ids=(),
+            budget=config.validation_budget(step),
         )
         # Every length is a new shape, not worth compiling. Without a cache: a sharded model only runs full forwards.
         with products(), torch.compiler.set_stance("force_eager"):

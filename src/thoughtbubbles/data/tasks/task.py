@@ -28,7 +28,7 @@ import numpy as np
 
 from thoughtbubbles.data.builtin import encode, write_once
 
-VERSION = 2  # counts changes to the texts of any task
+VERSION = 3  # counts changes to the texts of any task
 VALIDATION = 4  # one text in so many, by its checksum
 VALIDATION_EXAMPLES = 512
 

@@ -4,10 +4,15 @@ from collections.abc import Mapping
 
 from thoughtbubbles.recipes.reproduce.compare_rows import difference
 from thoughtbubbles.recipes.reproduce.protocols import PLAIN
-from thoughtbubbles.recipes.reproduce.records import Evidence, Results, flops, gpu_seconds, nats, tokens
+from thoughtbubbles.recipes.reproduce.records import Evidence, Results, flops, gpu_seconds, nats, parameters, tokens
 from thoughtbubbles.recipes.reproduce.tables import NONE_YET, markdown
 
-TRAINING = {"training tokens": tokens, "training FLOPs": flops, "GPU time of training": gpu_seconds}
+TRAINING = {
+    "parameters": parameters,
+    "training tokens": tokens,
+    "training FLOPs": flops,
+    "GPU time of training": gpu_seconds,
+}
 DECODING = {"1": "time of a decoded token, 1 row", "32": "time of a decoded token, 32 rows"}
 
 

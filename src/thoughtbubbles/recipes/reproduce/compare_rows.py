@@ -137,10 +137,14 @@ def autoregressive_gap(results: Results, row: str, name: str = "autoregressive -
 
 
 def curve_of(record: Record) -> dict[int, float]:
-    """Validation loss during training, by training tokens, without an evaluation just before that at the end."""
+    """Validation loss during training, by training tokens, without an evaluation just before that at the end.
+
+    If forks begin late, it begins with them: until then the row is `r1`.
+    """
     per_step, (*points, last) = record["config"]["tokens_per_step"], record["curve"]
     between = points[0][0] if points else 0
-    kept = [*(point for point in points if last[0] - point[0] > between / 2), last]
+    begin = record["config"].get("forks_from", 0) * last[0]
+    kept = [*(point for point in points if last[0] - point[0] > between / 2 and point[0] >= begin), last]
     return {step * per_step: loss for step, loss in kept}
 
 

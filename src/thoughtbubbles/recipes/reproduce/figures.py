@@ -83,9 +83,10 @@ def growth_figure(results: Results) -> Figure:
             y=[rounded(gap.mean) for _, gap in points],
             error=[rounded(error) for error in errors] if len(errors) == len(points) else None,
         )
-        (_, half), (_, end) = closest(points, 0.5), points[-1]
+        (_, half), (n_tokens, end) = closest(points, 0.5), points[-1]
+        earlier = f"{signed(half.mean)}, then " if points[0][0] <= n_tokens / 2 else ""  # forks may begin later
         n = f"{len(end.seeds)} seed{'s' * (len(end.seeds) > 1)}"
-        parts.append(f"`{row}` {signed(half.mean)}, then {signed(end.mean)}{plus_minus(end.error)} ({n})")
+        parts.append(f"`{row}` {earlier}{signed(end.mean)}{plus_minus(end.error)} ({n})")
     return Figure(
         name=f"{results.name}-difference",
         kind="lines",

@@ -17,7 +17,15 @@ from thoughtbubbles.recipes.reproduce.corpus import Corpus, open_corpus, part_of
 from thoughtbubbles.recipes.reproduce.measure import measure, zero_shot
 from thoughtbubbles.recipes.reproduce.protocols import PLAIN, Protocol
 from thoughtbubbles.recipes.reproduce.study import Place
-from thoughtbubbles.recipes.reproduce.training import Trained, curve, gpu_seconds, speed, train_run, training_loss
+from thoughtbubbles.recipes.reproduce.training import (
+    Trained,
+    curve,
+    gpu_seconds,
+    skipped_steps,
+    speed,
+    train_run,
+    training_loss,
+)
 
 VERSION = 1
 
@@ -115,6 +123,7 @@ def describe(
         "gpu_seconds": sum(seconds),
         "wall_seconds": sum(each.seconds for each in trained),
         "resumed_at": first.resumed_at,
+        "skipped_steps": sum(skipped_steps(each.lines) for each in trained),
         "peak_memory_GiB": max(peaks) if peaks else None,
         "device": device_name(world.device),
         "command": f"thoughtbubbles reproduce {place.protocol} --data CORPUS --only {row} --seed {seed}",

@@ -1,6 +1,7 @@
 """Trains or resumes a run, and what its metrics say: shared by all studies."""
 
 import json
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -55,9 +56,16 @@ def curve(lines: list[dict[str, Any]]) -> list[tuple[int, float]]:
 
 
 def training_loss(lines: list[dict[str, Any]]) -> list[float]:
-    """The mean of every `GROUP` steps."""
-    losses = [line["loss"] for line in lines if "loss" in line]
-    return [round(statistics.fmean(losses[i : i + GROUP]), 5) for i in range(0, len(losses), GROUP)]
+    """The mean of every `GROUP` steps. Losses that are not finite, whose steps are skipped, are left out."""
+    losses = [float(line["loss"]) for line in lines if "loss" in line]
+    groups = (losses[i : i + GROUP] for i in range(0, len(losses), GROUP))
+    finite = ([loss for loss in group if math.isfinite(loss)] for group in groups)
+    return [round(statistics.fmean(group), 5) for group in finite if group]
+
+
+def skipped_steps(lines: list[dict[str, Any]]) -> int:
+    """Steps whose loss or gradient was not finite: they change no weight."""
+    return sum(line.get("skipped", False) for line in lines)
 
 
 def gpu_seconds(trained: Trained) -> float:

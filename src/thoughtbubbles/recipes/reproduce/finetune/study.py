@@ -26,7 +26,7 @@ from thoughtbubbles.recipes.reproduce.finetune.protocol import (
 )
 from thoughtbubbles.recipes.reproduce.finetune.records import read_finetune_records
 from thoughtbubbles.recipes.reproduce.study import Place, Record, Study
-from thoughtbubbles.recipes.reproduce.training import Trained, curve, speed, train_run, training_loss
+from thoughtbubbles.recipes.reproduce.training import Trained, curve, skipped_steps, speed, train_run, training_loss
 from thoughtbubbles.train.config import RunConfig
 
 VERSION = 1
@@ -180,6 +180,7 @@ class FinetuneStudy(Study):
             "tokens_per_second": speed(trained.lines, 0.9),
             "wall_seconds": trained.seconds,
             "resumed_at": trained.resumed_at,
+            "skipped_steps": skipped_steps(trained.lines),
             "command": f"thoughtbubbles reproduce {self.name} --data-dir DIR --only {row} --seed {seed}{init}",
             **{name: source[name] for name in ("commit", "versions", "time")},
             "text": {

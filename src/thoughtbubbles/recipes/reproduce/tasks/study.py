@@ -28,7 +28,7 @@ from thoughtbubbles.recipes.reproduce.tasks.protocol import (
     task_rows,
 )
 from thoughtbubbles.recipes.reproduce.tasks.records import hard_accuracy, read_task_records
-from thoughtbubbles.recipes.reproduce.training import curve, train_run, training_loss
+from thoughtbubbles.recipes.reproduce.training import curve, skipped_steps, train_run, training_loss
 
 VERSION = 1
 
@@ -84,6 +84,7 @@ class TaskStudy(Study):
             "flops": flops_per_row(known, self.scale) * config.rows * config.steps,
             "wall_seconds": trained.seconds,
             "resumed_at": trained.resumed_at,
+            "skipped_steps": skipped_steps(trained.lines),
             "device": device,
             "command": f"thoughtbubbles reproduce {self.name} --only {row} --seed {seed}",
             **{name: source[name] for name in ("commit", "versions", "time")},

@@ -21,7 +21,7 @@ from thoughtbubbles.provenance import device_name, provenance
 from thoughtbubbles.recipes.reproduce.corpus import Corpus
 from thoughtbubbles.recipes.reproduce.measure import accuracies, measure
 from thoughtbubbles.recipes.reproduce.study import Record, as_lines
-from thoughtbubbles.recipes.reproduce.training import curve, speed, train_run, training_loss
+from thoughtbubbles.recipes.reproduce.training import curve, skipped_steps, speed, train_run, training_loss
 from thoughtbubbles.recipes.reproduce.two_stage.protocol import MixturePart
 from thoughtbubbles.train.config import RunConfig
 
@@ -119,6 +119,7 @@ def trained(config: RunConfig) -> Record:
         "wall_seconds": found.seconds,
         "median_tokens_per_second": speed(found.lines, 0.5),
         "resumed_at": found.resumed_at,
+        "skipped_steps": skipped_steps(found.lines),
         "curve": [[step, round(loss, 5)] for step, loss in curve(found.lines)],
         "training_loss": training_loss(found.lines),
     }

@@ -59,7 +59,7 @@ class TwoStageStudy(Study):
             "row": row,
             "seed": seed,
             "what": ROWS[row].what,
-            **{name: one[name] + two[name] for name in ("steps", "tokens", "flops", "wall_seconds")},
+            **{name: one[name] + two[name] for name in ("steps", "skipped_steps", "tokens", "flops", "wall_seconds")},
             **{name: two[name] for name in ("parameters", "device", "commit", "versions", "time")},
             "resumed_at": one["resumed_at"] if two["resumed_at"] is None else two["resumed_at"],
             "command": f"thoughtbubbles reproduce {NAME} --data CORPUS --data-dir DIR --only {row} --seed {seed}",
