@@ -28,6 +28,7 @@ GOLDEN = 1e-6  # float64: losses written down on another machine
 SAME_TRAINING = 1e-6  # float64: losses and weights after a few steps on one rank and on several
 LOW_PRECISION_TRAINING = 2e-3  # the same in float32 or with bfloat16 products
 BFLOAT16 = 1e-2  # relative error of a result with bfloat16 operands, against float64
+FLOAT16 = 2e-3  # likewise with float16 operands, whose rounding is 8 times finer
 BFLOAT16_GRADIENT = 3e-2  # of a gradient that also went through bfloat16 outputs
 
 

@@ -38,10 +38,10 @@ def parts(**changes: Any) -> dict[str, Any]:
     return {"logits": worst, "same_streams": same, "graphs": graphs}
 
 
-def gpu_model(**changes: Any) -> Thoughtbubbles:
+def gpu_model(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Thoughtbubbles:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        return Thoughtbubbles(named("150m", **{"n_layer": 12, **changes})).to(torch.bfloat16).eval()
+        return Thoughtbubbles(named("150m", **{"n_layer": 12, **changes})).to(dtype).eval()
 
 
 def graph() -> dict[str, Any]:
@@ -74,9 +74,9 @@ def graph() -> dict[str, Any]:
     return results
 
 
-def generation(**changes: Any) -> dict[str, Any]:
+def generation(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> dict[str, Any]:
     """Compiled texts, and their log-probabilities as prompts of an engine that is not compiled."""
-    model = gpu_model(n_layer=4, fork_layers=(1, 3), **changes)
+    model = gpu_model(dtype, n_layer=4, fork_layers=(1, 3), **changes)
     requests = [
         Request(
             prompt=list(range(1, 3 + 3 * number)),
@@ -126,6 +126,7 @@ if __name__ == "__main__":
         "private parts": lambda: parts(fork_layers=(1, 3), fork_reach=0),
         "graph": graph,
         "generate": generation,
-        "generate with private forks": lambda: generation(fork_reach=0),
+        "generate in float16": lambda: generation(torch.float16),
+        "generate with private forks": lambda: generation(torch.float16, fork_reach=0),
     }
     json.dump(checks[sys.argv[1]](), sys.stdout)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from generate.reading import assert_same_state
-from helpers import BFLOAT16, SAME_FUNCTION_FLOAT32, SAME_ROW, lively_model, random_ids, small_config
+from helpers import BFLOAT16, FLOAT16, SAME_FUNCTION_FLOAT32, SAME_ROW, lively_model, random_ids, small_config
 from thoughtbubbles.generate.decode import decode_step, prefill
 from thoughtbubbles.generate.graph import mean_streams, packed_sizes, widths_within
 from thoughtbubbles.generate.step import advance
@@ -153,13 +153,19 @@ def test_a_graph_on_the_gpu_follows_the_plain_steps():
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("check", ["generate", "generate with private forks"])
-def test_compiled_generation_is_generation(check):
-    """Many requests with their own budgets join and leave; then every text is read by steps without graphs."""
+@pytest.mark.parametrize(
+    ("check", "rounding"),
+    [("generate", BFLOAT16), ("generate in float16", FLOAT16), ("generate with private forks", FLOAT16)],
+)
+def test_compiled_generation_is_generation(check, rounding):
+    """Many requests with their own budgets join and leave; then every text is read by steps without graphs.
+
+    A decision now and then falls on the other side: in float16 less often, so errors of a kernel show more clearly.
+    """
     found = probe("generate/graph_probe.py", check)
     assert found["again_the_same"]
     assert found["lengths"] == found["asked"]
-    assert found["with_other_streams"] < 0.2  # in bfloat16 a decision now and then falls on the other side
-    assert found["other_prompts"] < 0.3  # likewise; their texts are not compared
-    assert found["log_prob"] < 10 * BFLOAT16  # of tokens before the first such decision
+    assert found["with_other_streams"] < 0.2
+    assert found["other_prompts"] < 0.3  # their texts are not compared
+    assert found["log_prob"] < 10 * rounding  # of tokens before the first such decision
     assert found["streamed"] == "length"

@@ -293,6 +293,12 @@ def test_the_best_rows_at_each_cost(tmp_path):
         ["", "1.80 ×", "`r2`"],
     ]
     assert "| 2.9700 | −0.0300 ± 0.0000 (over windows, one seed) |" in table
+    # A row that is better by less than its error is not, nor one that is better in other seeds.
+    few = [made_up("long", "r2", seed, nats, gpu_seconds=540.0) for seed, nats in enumerate((2.989, 3.0, 2.98))]
+    few += [made_up("long", row, seed, losses[row]) for row in ("plain", "r1") for seed in range(3)]
+    times = best_table(read_evidence(write(tmp_path / "few", *few))).split("GPU time")[1]
+    assert "`r1`" in times
+    assert "`r2`" not in times
     assert "--only r2 --seed 0`" in table
     assert table.endswith("different devices: time of a decoded token, 1 row; time of a decoded token, 32 rows.")
     decode = {row: {"1": {"milliseconds": time}} for row, time in {"plain": 1.0, "r1": 1.2, "r2": 1.1}.items()}
@@ -338,14 +344,14 @@ def test_growth_is_judged_seed_by_seed(tmp_path):
 
 
 def test_a_row_whose_forks_begin_late_is_drawn_from_there_on(tmp_path):
-    curve = [[100, 3.5], [200, 3.4], [300, 3.3], [400, 3.2]]
-    late = made_up("long", "r2-late", 0, 3.1, curve=[[step, loss - 0.01] for step, loss in curve])
-    late["config"]["forks_from"] = 0.75
+    curve = [[step, 4 - step / 1000] for step in range(50, 401, 50)]
+    late = made_up("long", "r2-late", 0, 3.1, steps=400, curve=[[step, loss - 0.01] for step, loss in curve])
+    late["config"]["forks_from"] = 0.625
     evidence = read_evidence(write(tmp_path, made_up("long", "plain", 0, 3.2, curve=curve), late))
     points = curve_differences(evidence.results["long"], "r2-late", "plain")
-    assert [tokens for tokens, _ in points] == [step * PER_STEP for step in (300, 400)]
+    assert [tokens for tokens, _ in points] == [step * PER_STEP for step in (300, 350, 400)]
     (figure,) = (found for found in figures(evidence)["curves"] if found.name == "long-difference")
-    assert figure.sentence.endswith("and at its end: `r2-late` −0.0100 (1 seed).")
+    assert figure.sentence.endswith("and at its end: `r2-late` at the end −0.0100 (1 seed).")
 
 
 def test_decoding_times_and_cache(tmp_path):

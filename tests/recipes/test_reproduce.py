@@ -34,7 +34,7 @@ from thoughtbubbles.recipes.reproduce.row import compare, make_record
 from thoughtbubbles.recipes.reproduce.studies import study
 from thoughtbubbles.recipes.reproduce.study import Place
 from thoughtbubbles.recipes.reproduce.text_study import TextStudy
-from thoughtbubbles.recipes.reproduce.training import Trained, gpu_seconds, skipped_steps, speed, training_loss
+from thoughtbubbles.recipes.reproduce.training import Trained, curve, gpu_seconds, skipped_steps, speed, training_loss
 from thoughtbubbles.train.config import OptimConfig
 from thoughtbubbles.train.loop import train
 
@@ -235,6 +235,7 @@ def test_a_record_says_everything_about_its_row(done, corpus):
     (speed,) = (line["tokens_per_second"] for line in lines if "tokens_per_second" in line)  # logged at the end only
     assert record["gpu_seconds"] == pytest.approx(15 * 8 * 32 / speed)
     assert record["training_loss"] == [pytest.approx(sum(losses) / 15, abs=1e-5)]
+    assert record["skipped_steps"] == 0
     assert [step for step, _ in record["curve"]] == [2, 4, 6, 8, 10, 12, 14, 15]
     assert len(done.record("r2", 0).read_text().splitlines()) == len(record) + 2  # one line per field
 
@@ -309,6 +310,8 @@ def test_losses_that_are_not_finite_are_counted_and_left_out_of_the_mean():
     lines += [{"loss": 1.0, "skipped": False}, {"loss": "nan", "skipped": True}]
     assert training_loss(lines) == [2.0, 1.0]
     assert skipped_steps(lines) == 4
+    evaluations = [{"step": 1, "validation_loss": {"text": "nan"}}, {"step": 2, "validation_loss": {"text": 3.0}}]
+    assert curve(evaluations) == [(2, 3.0)]
 
 
 def test_the_time_of_a_run_that_forks_late():

@@ -234,6 +234,12 @@ def test_after_training_before_measuring(stage, copied, done):
     assert numbers(again[stage]) == numbers(read(done)[stage])
 
 
+def test_a_stage_from_before_skipped_steps_were_counted(copied, done):
+    path = copied.run("r2", 3) / "one" / "stage.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "skipped_steps"}))
+    assert TwoStageStudy(SMALL).make_record("r2", 3, copied)["skipped_steps"] == read(done)["skipped_steps"] == 0
+
+
 @pytest.mark.slow
 def test_in_the_middle_of_stage_two(copied, done):
     """As far as the folder shows: the checkpoint of step 2 is the newest."""

@@ -1,6 +1,7 @@
 """`--budgets`: each step draws one at random, by seed and step. `--forks-from`: until then the budget is 1."""
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 
@@ -81,8 +82,21 @@ def test_forks_begin_late(tmp_path):
     ours, never = (validated(tmp_path / name) for name in ("late", "never"))
     assert [a == b for a, b in zip(ours, never, strict=True)] == [True, True, False, False]
     assert [late.budget_of(step) for step in range(8)] == [1.0] * 4 + [None] * 4
-    assert [late.validation_budget(done) for done in range(9)] == [None, *[1.0] * 4, *[None] * 4]
+    assert [late.validation_budget(done) for done in range(9)] == [*[1.0] * 5, *[None] * 4]
+    assert replace(late, forks_from=1.0).validation_budget(8) is None  # the model that is kept
+    assert small_run(tmp_path / "run").validation_budget(0) is None
     assert late.flops_per_row == (cost(late.model).flops + cost(replace(late.model, budget=1)).flops) / 2
+
+
+def test_a_longer_run_does_not_take_back_its_forks(tmp_path):
+    options = {"forks_from": 0.5, "optim_schedule": "constant", "optim_warmup": 0.0, "save_every": 1, "save_keep": 9}
+    short = small_run(tmp_path / "run", steps=4, **options)
+    train(short)
+    with pytest.raises(ValueError, match=r"--forks-from 0\.5 tokens would fork after step 4, not after step 2\. Start"):
+        train(replace(short, tokens=2 * short.tokens), resume=True)
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / "run" / f"step-{step:08}")
+    assert train(replace(short, tokens=2 * short.tokens), resume=True).finished  # none had forked yet
 
 
 def test_a_run_from_before_a_setting_existed_is_the_same_run(tmp_path):

@@ -55,7 +55,7 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     kind: Optimizer = "adamw"
-    """muon: torch.optim.Muon for the weight matrices of the blocks, AdamW for everything else."""
+    """muon: Muon for the weight matrices of the blocks, AdamW for everything else."""
     lr: float = 2.5e-4
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -145,7 +145,7 @@ class RunConfig:
     """Tokens per optimizer step over all devices (the batch size): a multiple of the context length (`block_size`)."""
     budgets: tuple[float, ...] = ()
     """Budgets (streams per token) to train with, such as 1 1.5 2 4: each step draws one at random, so that the model
-    works with all of them. Default: always the model's own, which validation always uses."""
+    works with all of them. Default: always the model's own. Validation uses that one, once tokens may fork."""
     forks_from: float = 0.0
     """Fraction of the run after which tokens may fork: until then training and validation have budget 1, which takes
     less time."""
@@ -257,8 +257,9 @@ class RunConfig:
         return random.Random(f"budget {self.seed} {step}").choice(self.budgets)
 
     def validation_budget(self, done: int) -> float | None:
-        """After `done` steps: untrained forks would only disturb."""
-        return 1.0 if 0 < done <= self.steps_before_forks else None
+        """After `done` steps; None: the model's own, as always at the end. Untrained forks would only disturb."""
+        is_before = self.forks_from > 0 and done <= self.steps_before_forks
+        return 1.0 if is_before and done < self.steps else None
 
     @property
     def flops_per_row(self) -> float:

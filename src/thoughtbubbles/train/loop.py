@@ -285,7 +285,8 @@ class Trainer:
             self.model, self.data, world=self.world, products=self.products, budget=budget
         )
         if self.validation_loss:
-            self.log.write({"step": self.done, "validation_loss": self.validation_loss})
+            of_budget = {} if budget is None else {"budget": budget}
+            self.log.write({"step": self.done, "validation_loss": self.validation_loss, **of_budget})
             shown = "  ".join(f"{name} {loss:.4f}" for name, loss in self.validation_loss.items())
             self.log.say(f"step {self.done}/{self.config.steps}  validation loss: {shown}")
         for prompt, text in samples(self.model, self.data, self.config, products=self.products, step=self.done):

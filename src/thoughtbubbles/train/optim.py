@@ -94,15 +94,15 @@ class Optimizer:
             for has_decay in (True, False):
                 parameters = [p for p in self.parameters["adamw"] if (p.ndim >= 2) == has_decay]
                 self._step_adamw(parameters, lr, self.config.weight_decay * has_decay, norm, clip, finite)
-        matrices = [parameter for parameter in self.parameters["muon"] if parameter.grad is not None]
-        update_matrices(
-            matrices,
-            [self._state[f"momentum_buffer.{self.name_of[parameter]}"] for parameter in matrices],
-            lr=lr,
-            decay=self.config.weight_decay,
-            factor=_factor(norm, clip) if clip else None,
-            finite=finite,
-        )
+        if matrices := self.parameters["muon"]:
+            update_matrices(
+                matrices,
+                [self._state[f"momentum_buffer.{self.name_of[matrix]}"] for matrix in matrices],
+                lr=lr,
+                decay=self.config.weight_decay,
+                factor=_factor(norm, clip) if clip else None,
+                finite=finite,
+            )
         return norm
 
     def _plan(self, planner: "Planner") -> "Plan":

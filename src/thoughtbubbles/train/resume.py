@@ -85,7 +85,7 @@ def _another_run(folder: Path, changed: list[str]) -> ValueError:
 
 
 def _check_length(folder: Path, before: RunConfig, now: RunConfig, *, done: int, warmup: int) -> None:
-    """Raises ValueError for another number of steps if a finished step would have had another learning rate."""
+    """Raises ValueError for another number of steps if finished ones would have had another learning rate or budget."""
     if before.steps == now.steps:
         return
     changed = f"tokens was {before.tokens}, is {now.tokens}"
@@ -102,6 +102,12 @@ def _check_length(folder: Path, before: RunConfig, now: RunConfig, *, done: int,
             f"{folder} belongs to another run: {changed}, and with --optim.schedule {now.optim.schedule} its finished "
             "steps would have had other learning rates. The length can change with constant, and with wsd before its "
             f"decay; here, start a new run with --init-from {folder.parent}"
+        )
+    begin, began = now.steps_before_forks, before.steps_before_forks
+    if min(begin, done) != min(began, done):
+        raise ValueError(
+            f"{folder} belongs to another run: {changed}, and with --forks-from {now.forks_from:g} tokens would fork "
+            f"after step {begin}, not after step {began}. Start a new run with --init-from {folder.parent}"
         )
 
 

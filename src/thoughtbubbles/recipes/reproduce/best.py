@@ -1,4 +1,4 @@
-"""The best rows of `long` at each cost: those that no other row beats at the same cost or less."""
+"""The best rows of `long` at each cost: those that are measurably better than all others at the same cost or less."""
 
 from collections.abc import Mapping
 
@@ -64,6 +64,7 @@ def frontier(results: Results, costs: Mapping[str, float]) -> list[str]:
     gaps = {row: gap.mean for row in costs if (gap := difference(results, row, PLAIN)) is not None}
     found: list[str] = []
     for row in sorted(gaps, key=lambda row: (round(costs[row] / costs[PLAIN], 2), gaps[row])):
-        if not found or gaps[row] < gaps[found[-1]]:
+        gain = difference(results, row, found[-1]) if found else None  # in the seeds that both have
+        if not found or (gain is not None and gain.mean < 0 and gain.is_measurable):
             found.append(row)
     return found

@@ -143,8 +143,8 @@ def curve_of(record: Record) -> dict[int, float]:
     """
     per_step, (*points, last) = record["config"]["tokens_per_step"], record["curve"]
     between = points[0][0] if points else 0
-    begin = record["config"].get("forks_from", 0) * last[0]
-    kept = [*(point for point in points if last[0] - point[0] > between / 2 and point[0] >= begin), last]
+    begin = round(record["config"].get("forks_from", 0) * record["steps"])
+    kept = [*(point for point in points if last[0] - point[0] > between / 2 and point[0] > begin), last]
     return {step * per_step: loss for step, loss in kept}
 
 

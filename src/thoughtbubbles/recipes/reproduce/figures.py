@@ -84,7 +84,8 @@ def growth_figure(results: Results) -> Figure:
             error=[rounded(error) for error in errors] if len(errors) == len(points) else None,
         )
         (_, half), (n_tokens, end) = closest(points, 0.5), points[-1]
-        earlier = f"{signed(half.mean)}, then " if points[0][0] <= n_tokens / 2 else ""  # forks may begin later
+        begins_late = points[0][0] > n_tokens / 2
+        earlier = "at the end " if begins_late else f"{signed(half.mean)}, then "
         n = f"{len(end.seeds)} seed{'s' * (len(end.seeds) > 1)}"
         parts.append(f"`{row}` {earlier}{signed(end.mean)}{plus_minus(end.error)} ({n})")
     return Figure(
@@ -116,7 +117,7 @@ def training_figure(results: Results) -> Figure:
         x = [rounded((i + 1) * per_point / 1e6) for i in range(len(means))]
         series[row] = Series(x=x, y=[rounded(mean) for mean in means])
         steps = record["steps"] - GROUP * (len(losses) - 1)
-        whole = losses if steps == GROUP or len(losses) < 2 else losses[:-1]  # the last group may have fewer steps
+        whole = losses if steps >= GROUP or len(losses) < 2 else losses[:-1]  # the last group may have fewer steps
         ends.append(f"`{row}` {whole[-1]:.3f}")
     return Figure(
         name=f"{results.name}-training",

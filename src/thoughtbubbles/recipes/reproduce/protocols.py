@@ -238,6 +238,7 @@ def screen() -> Protocol:
         "r2-own": Row(
             what="r = 2, scores of the last fork layer alone, no product", model=forks(2, own_scores=True), optim=forked
         ),
+        "r2-bias": Row(what="r = 2, all scores near 0.95 at first", model=forks(2, score_bias=3), optim=forked),
         "r2-relative": Row(
             what="r = 2, scores relative to the best of the bubble", model=forks(2, relative_scores=True), optim=forked
         ),

@@ -51,12 +51,15 @@ def train_run(config: RunConfig) -> Trained:
 
 
 def curve(lines: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Validation loss by step, on the part of the text that is used while training."""
-    return [(line["step"], next(iter(line["validation_loss"].values()))) for line in lines if "validation_loss" in line]
+    """Validation loss by step, on the part of the text that is used while training, where it is finite."""
+    found = ((line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line)
+    losses = ((step, float(next(iter(of_sources.values())))) for step, of_sources in found)
+    return [(step, loss) for step, loss in losses if math.isfinite(loss)]
 
 
 def training_loss(lines: list[dict[str, Any]]) -> list[float]:
-    """The mean of every `GROUP` steps. Losses that are not finite, whose steps are skipped, are left out."""
+    """The mean of every `GROUP` steps. Losses that are not finite, whose steps are skipped, are left out; a run ends
+    before a whole group is."""
     losses = [float(line["loss"]) for line in lines if "loss" in line]
     groups = (losses[i : i + GROUP] for i in range(0, len(losses), GROUP))
     finite = ([loss for loss in group if math.isfinite(loss)] for group in groups)
