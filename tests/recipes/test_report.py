@@ -280,17 +280,19 @@ def test_the_best_rows_at_each_cost(tmp_path):
     times = {"plain": 300.0, "r1": 301.0, "head-gate": 330.0, "r2": 540.0, "wider": 540.1}
     losses = {"plain": 3.0, "r1": 2.99, "head-gate": 2.995, "r2": 2.97, "wider": 2.98}
     records = [made_up("long", row, 0, nats, gpu_seconds=times[row]) for row, nats in losses.items()]
+    records += [made_up("long", "longer", 0, 2.9, gpu_seconds=999.0, parameters=24_000_000)]
     table = best_table(read_evidence(write(tmp_path, *records)))
     lines = [
         [cell.strip() for cell in line.split("|")[1:4]] for line in table.splitlines() if "`thoughtbubbles" in line
     ]
     assert lines == [
-        ["parameters", "1.00 ×", "`r2`"],  # as many for all
-        ["training tokens", "1.00 ×", "`r2`"],
-        ["training FLOPs", "1.00 ×", "`r2`"],
+        ["training tokens, as many parameters as `plain`", "1.00 ×", "`r2`"],  # as many tokens for all
+        ["training tokens", "1.00 ×", "`longer`"],  # twice the parameters
+        ["training FLOPs", "1.00 ×", "`longer`"],
         # r1 takes no longer than plain, to a hundredth; head-gate is worse than it, wider than r2.
         ["GPU time of training", "1.00 ×", "`r1`"],
         ["", "1.80 ×", "`r2`"],
+        ["", "3.33 ×", "`longer`"],
     ]
     assert "| 2.9700 | −0.0300 ± 0.0000 (over windows, one seed) |" in table
     # A row that is better by less than its error is not, nor one that is better in other seeds.

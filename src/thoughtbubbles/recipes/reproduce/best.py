@@ -7,12 +7,9 @@ from thoughtbubbles.recipes.reproduce.protocols import PLAIN
 from thoughtbubbles.recipes.reproduce.records import Evidence, Results, flops, gpu_seconds, nats, parameters, tokens
 from thoughtbubbles.recipes.reproduce.tables import NONE_YET, markdown
 
-TRAINING = {
-    "parameters": parameters,
-    "training tokens": tokens,
-    "training FLOPs": flops,
-    "GPU time of training": gpu_seconds,
-}
+TRAINING = {"training tokens": tokens, "training FLOPs": flops, "GPU time of training": gpu_seconds}
+SAME_SIZE = f"training tokens, as many parameters as `{PLAIN}`"
+LARGEST = 1.01  # times plain's parameters: a score head or a gate is no other size
 DECODING = {"1": "time of a decoded token, 1 row", "32": "time of a decoded token, 32 rows"}
 
 
@@ -46,7 +43,11 @@ def best_table(evidence: Evidence) -> str:
 def costs_of(evidence: Evidence) -> dict[str, dict[str, float]]:
     """By kind of cost and row; kinds in which rows cannot be compared are left out."""
     results = evidence.results["long"]
+    most = LARGEST * results.cost(PLAIN, parameters)
     found = {
+        SAME_SIZE: {row: results.cost(row, tokens) for row in results.rows if results.cost(row, parameters) <= most}
+    }
+    found |= {
         what: {row: results.cost(row, value) for row in results.rows}
         for what, value in TRAINING.items()
         if value is not gpu_seconds or results.same_device
