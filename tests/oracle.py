@@ -128,13 +128,10 @@ def positions(streams: list[Stream]) -> list[float]:
 def rope(x: Tensor, position: float) -> Tensor:
     """Rotate the pair (x_i, x_{i+H/2}) by position * base^(-2i/H)."""
     size, half = len(x), len(x) // 2
-    turned: list[Tensor] = [x[0]] * size
-    for i in range(half):
-        angle = position * ROPE_BASE ** (-2.0 * i / size)
-        cos, sin = math.cos(angle), math.sin(angle)
-        turned[i] = cos * x[i] - sin * x[i + half]
-        turned[i + half] = sin * x[i] + cos * x[i + half]
-    return torch.stack(turned)
+    angle = [position * ROPE_BASE ** (-2.0 * i / size) for i in range(half)]
+    cos, sin = x.new_tensor([math.cos(a) for a in angle]), x.new_tensor([math.sin(a) for a in angle])
+    left, right = x[:half], x[half:]
+    return torch.cat([cos * left - sin * right, sin * left + cos * right])
 
 
 # ---- selection ------------------------------------------------------------------------------------------------------
@@ -246,17 +243,12 @@ def attend(
     With score_scale "one" the logit is c q.k_j + log P_j.
     """
     c = 1.0 / math.sqrt(len(query))
-    logits = []
-    for key, log_score in zip(keys, log_scores, strict=True):
-        logit = c * (query * key).sum()
-        if settings.gate_qk:
-            logit = logit + (log_score if settings.score_scale == "one" else c * log_score)
-        logits.append(logit)
-    attention = log_softmax(torch.stack(logits)).exp()
-    total = torch.zeros_like(query)
-    for weight, value, log_score in zip(attention, values, log_scores, strict=True):
-        total = total + weight * (log_score.exp() * value if settings.gate_v else value)
-    return total
+    log_p = torch.stack(log_scores)
+    logits = c * (torch.stack(keys) @ query)
+    if settings.gate_qk:
+        logits = logits + (log_p if settings.score_scale == "one" else c * log_p)
+    weights = log_softmax(logits).exp()
+    return (weights * log_p.exp() if settings.gate_v else weights) @ torch.stack(values)
 
 
 def sees(streams: list[Stream], i: int, j: int, reach: int | None) -> bool:

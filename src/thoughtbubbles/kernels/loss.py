@@ -82,6 +82,7 @@ def _mixture(  # type: ignore[no-untyped-def]
             tl.store(nll + row, -_log_likelihood(mine, normaliser, wanted, V))
             if GRADIENTS:
                 tl.store(score_grad + row, 0.0)
+                tl.debug_barrier()  # gradients may replace the logits: only after every thread has read the target's
                 _write_gradient(mine, mine_grad, 1.0, normaliser, wanted, V, LANES, TOGETHER)
         elif first == row:  # the program of the bubble's first row does it all
             size = tl.load(end + row) - row + 1
@@ -105,6 +106,7 @@ def _mixture(  # type: ignore[no-untyped-def]
             if GRADIENTS:
                 share = share / shares
                 tl.store(score_grad + row + slot, weight / weights - share, mask=inside)
+                tl.debug_barrier()
                 while j > 0:
                     j -= 1
                     own_share = tl.sum(tl.where(slot == j, share, 0.0), 0)

@@ -252,6 +252,7 @@ def screen() -> Protocol:
             model=forks(2, fork_reach=0, relative_scores=True, head_gate=True),
             optim=forked,
         ),
+        "r2-once": Row(what="r = 2, a single fork layer, before block 3", model=forks(2, layers=(3,)), optim=forked),
         "r2-noise": Row(what="r = 2, forks chosen by scores with noise", model=forks(2, score_noise=0.5), optim=forked),
         "r2-full-writes": Row(
             what="r = 2, residual updates not attenuated", model=forks(2, gate_residual=False), optim=forked
