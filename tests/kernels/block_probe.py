@@ -34,16 +34,6 @@ GELU_TILES = [(2, 4, 16, 3), (4, 1, 32, 2), (1, 2, 64, 5)]
 WHOLE_ROWS = (1, 2, 8192, 4)
 
 
-def accept_arrays_of_one(patch: Callable[..., None]) -> Callable[..., None]:
-    """The interpreter keeps a scalar as an array of one, which newer NumPy does not take for a number by itself."""
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    return patched
-
-
 def set_tiles(turn: int) -> None:
     """Each kernel another tile, so that queries are more, fewer and as many as keys for all three."""
     reach.NEAR = (16, 32)[turn % 2]
@@ -460,9 +450,9 @@ def cases() -> dict[str, Callable[[], Found]]:
 
 
 if __name__ == "__main__":
-    from triton.runtime import interpreter
+    from kernels.interpreted import prepare_interpreter
 
-    interpreter._patch_lang_tensor = accept_arrays_of_one(interpreter._patch_lang_tensor)
+    prepare_interpreter()
     torch.use_deterministic_algorithms(True)  # which fills every new buffer with NaN: none is right by luck
     assert torch.empty(1).isnan().all()
     assert torch.ones(1).new_empty(1).isnan().all()

@@ -13,24 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 
+from kernels.interpreted import prepare_interpreter
 from thoughtbubbles.kernels import fork as kernels
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.selection import Rule, candidate_keys, candidate_levels, pack, ranks
 from thoughtbubbles.model.streams import is_original
 
 POISON = 1_000_000_007
-
-
-def accept_arrays_of_one(patch: Callable[..., None]) -> Callable[..., None]:
-    """The interpreter keeps a scalar as an array of one, which newer NumPy does not take for a number by itself."""
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    return patched
 
 
 def poisoned(tensor_maker: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -83,7 +73,7 @@ def differing(seed: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    interpreter._patch_lang_tensor = accept_arrays_of_one(interpreter._patch_lang_tensor)
+    prepare_interpreter()
     torch.empty = poisoned(torch.empty)
     torch.Tensor.new_empty = poisoned(torch.Tensor.new_empty)  # type: ignore[method-assign]
     found = {seed: differing(seed) for seed in range(int(sys.argv[1]))}

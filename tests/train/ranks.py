@@ -102,13 +102,12 @@ def _differs_when_cast(config: object, world: World) -> bool:
 
 def kernels(folder: Path) -> None:
     """With TRITON_INTERPRET=1: a sharded model on our kernels has the gradients of an unsharded one."""
-    from triton.runtime import interpreter
-
-    from kernels.block_probe import accept_arrays_of_one, set_tiles
+    from kernels.block_probe import set_tiles
+    from kernels.interpreted import prepare_interpreter
     from kernels.norm_probe import error
     from thoughtbubbles import kernels
 
-    interpreter._patch_lang_tensor = accept_arrays_of_one(interpreter._patch_lang_tensor)
+    prepare_interpreter()
     set_tiles(0)
     kernels.for_blocks = lambda device, dtype: dtype == torch.bfloat16  # as if the CPU were a GPU
     shape = {"n_head": 2, "width": 32, "n_layer": 2, "fork_layers": (1,)}  # heads of 16, which the kernels take
