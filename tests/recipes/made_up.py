@@ -39,7 +39,7 @@ def made_up(protocol: str, row: str, seed: int, nats: float, **changes: Any) -> 
         "versions": {"thoughtbubbles": "0.1.0", "torch": "2.11.0", "python": "3.12.0"},
         "time": "2026-01-02T03:04:05.000000+00:00",
         "text": {"tokens": 800, "tokenizer": "bubbles-7m", "checksum": "12345678"},
-        "config": {**settings, "tokens_per_step": PER_STEP},
+        "config": {**settings, "tokens_per_step": PER_STEP, "eval": {"tokens": 1024}},
         "curve": [[step, round(nats + 40 / step, 5)] for step in CURVE_STEPS],
         "training_loss": [round(nats + 1 / (i + 1), 5) for i in range(8)],
         "validation": {

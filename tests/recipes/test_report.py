@@ -12,7 +12,7 @@ from thoughtbubbles.recipes.reproduce.answers import answers
 from thoughtbubbles.recipes.reproduce.best import best_table
 from thoughtbubbles.recipes.reproduce.compare_rows import Difference, curve_differences, difference
 from thoughtbubbles.recipes.reproduce.figures import figures
-from thoughtbubbles.recipes.reproduce.plots import is_current, spread
+from thoughtbubbles.recipes.reproduce.plots import HIGHEST, LOWEST, is_current, spread
 from thoughtbubbles.recipes.reproduce.records import STEPS_FILE, gpu_seconds, read_evidence, read_protocol
 from thoughtbubbles.recipes.reproduce.report import SECTIONS, rendered, write_report
 from thoughtbubbles.recipes.reproduce.sentences import evidence_line, sentence
@@ -84,6 +84,17 @@ def test_the_error_of_one_seed_is_over_windows(tmp_path):
     assert found.error == pytest.approx(0.04996, abs=1e-6)
     assert found.cell == "−0.0800 ± 0.0500 (over windows, one seed)"
     assert not found.is_measurable
+
+
+def test_neighbouring_windows_do_not_count_as_independent(tmp_path):
+    """256 windows, 64 stretches of four equal ones with differences of ±0.1: an error of 0.1 / √63, not 0.1 / √255."""
+    one, two = made_up("long", "plain", 0, 3.0), made_up("long", "r2", 0, 3.0)
+    gaps = [0.1 * (-1) ** (i // 4) for i in range(256)]
+    for record, windows in ((one, [3.0] * 256), (two, [3.0 + gap for gap in gaps])):
+        record["validation"] |= {"windows": windows, "tokens": 256 * 512}
+    assert difference(read_protocol(write(tmp_path, one, two), "long"), "r2", "plain").error == pytest.approx(
+        0.1 / 63**0.5
+    )
 
 
 def test_windows_that_do_not_make_the_tokens_are_damage(tmp_path):
@@ -218,10 +229,11 @@ def test_answers_from_three_seeds(tmp_path):
     )
     assert "`wider` takes 1.00 × the training FLOPs of `r2`: `r2` ends 0.0200 ± 0.0000" in flops
     parts = paragraph(text, "Is it the forks")
-    assert "`r1` ends 0.0150 ± 0.0000 nats per token below `plain` (3 seeds). That is 56% of the gain of `r2`." in parts
+    alone = "`r1` ends 0.0150 ± 0.0000 nats per token below `plain` (3 seeds). That is 56% of the gain of `r2`"
+    assert f"{alone}, by seed 50% to 75%." in parts
     assert "Forks in addition to it: between `r2` and `r1` there is no difference that we can measure" in parts
     assert "(−0.0117 ± 0.0033 nats per token, 3 seeds)" in parts  # 3.5 errors, but 4.3 are needed with three seeds
-    assert "a sigmoid per head: Not measured yet: needs row `head-gate` of `long`." in parts
+    assert "2505.06708): Not measured yet: needs row `head-gate` of `long`." in parts
 
 
 def test_the_line_of_the_readme_before_forks_are_measured(tmp_path):
@@ -272,6 +284,10 @@ def test_gpu_time_is_that_of_a_step_alone_if_it_was_measured(tmp_path):
     shown(rows={"r1": {"milliseconds": 10.0}, "r2": {"milliseconds": 30.0}})
     late = read_evidence(tmp_path).results["long"]
     assert late.cost("r2-late", gpu_seconds) == pytest.approx(steps * (0.75 * 0.01 + 0.25 * 0.03))
+    write(tmp_path, made_up("screen", "r2", 0, 3.1), made_up("screen", "modern-muon-r2", 0, 3.1))
+    screen = read_evidence(tmp_path).results["screen"]  # the model of r2 is that of `long`
+    assert screen.cost("r2", gpu_seconds) == pytest.approx(steps * 0.03)
+    assert screen.cost("modern-muon-r2", gpu_seconds) == 300
     shown(rows={"r2": {"milliseconds": 30.0}})
     assert read_evidence(tmp_path).results["long"].cost("r2-late", gpu_seconds) == 300
 
@@ -294,19 +310,26 @@ def test_the_best_rows_at_each_cost(tmp_path):
         ["", "1.80 ×", "`r2`"],
         ["", "3.33 ×", "`longer`"],
     ]
-    assert "| 2.9700 | −0.0300 ± 0.0000 (over windows, one seed) |" in table
+    error = "± 0.0000 (over windows, one seed)"
+    assert f"| 2.9700 | −0.0300 {error} | −0.0200 {error} |" in table  # against plain, and against r1 above it
     # A row that is better by less than its error is not, nor one that is better in other seeds.
     few = [made_up("long", "r2", seed, nats, gpu_seconds=540.0) for seed, nats in enumerate((2.989, 3.0, 2.98))]
     few += [made_up("long", row, seed, losses[row]) for row in ("plain", "r1") for seed in range(3)]
     times = best_table(read_evidence(write(tmp_path / "few", *few))).split("GPU time")[1]
     assert "`r1`" in times
     assert "`r2`" not in times
+    # A row that costs as much and is not measurably worse is named too.
+    few += [made_up("long", "head-gate", seed, nats) for seed, nats in enumerate((2.98, 3.0, 3.0))]
+    times = best_table(read_evidence(write(tmp_path / "few", *few))).split("GPU time")[1]
+    assert "| 1.00 × | `r1`, `head-gate` |" in times
     assert "--only r2 --seed 0`" in table
-    assert table.endswith("different devices: time of a decoded token, 1 row; time of a decoded token, 32 rows.")
+    assert table.endswith(
+        "different devices: time of a decoded token, batch size 1; time of a decoded token, batch size 32."
+    )
     decode = {row: {"1": {"milliseconds": time}} for row, time in {"plain": 1.0, "r1": 1.2, "r2": 1.1}.items()}
     (tmp_path / "decode.json").write_text(json.dumps({"device": "NVIDIA H200", "rows": decode}))
     table = best_table(read_evidence(tmp_path))
-    assert "| time of a decoded token, 1 row | 1.00 × | `plain` |" in table
+    assert "| time of a decoded token, batch size 1 | 1.00 × | `plain` |" in table
     assert "|  | 1.10 × | `r2` |" in table
     assert best_table(read_evidence(tmp_path / "empty")) == "Not measured yet."
 
@@ -318,7 +341,7 @@ def test_the_leak_of_block_selection(tmp_path):
     block = made_up("long", "block", 0, 2.9, autoregressive=scored)
     evidence = read_evidence(write(tmp_path, block, made_up("long", "r2", 0, 2.9)))
     text = paragraph(answers(evidence), "Is causal selection")
-    assert "contains a leak" in text
+    assert "the blockwise number of `block` is too low" in text
     assert "(+0.0120 ± 0.0020 nats per token, one seed, ± over windows)" in text
     assert "+0.0100 nats per token (figure 6: perplexity 20.97 blockwise, 21.18 token by token" in text
     line = line_of(autoregressive_table(evidence.results["long"]), "block")
@@ -367,7 +390,8 @@ def test_decoding_times_and_cache(tmp_path):
     evidence = read_evidence(tmp_path)
     text = paragraph(answers(evidence), "Does it help at equal decoding")
     assert text.startswith(
-        "1 row: **No.** 32 rows: **No.** Decoding 1 row, per token: `r2` 1.200 ms, `plain` 1.000 ms, `wider` 1.100 ms."
+        "Batch size 1: **No.** Batch size 32: **No.** Decoding at batch size 1, per token: "
+        "`r2` 1.200 ms, `plain` 1.000 ms, `wider` 1.100 ms."
     )
     found = {figure.name: figure for figure in figures(evidence)["pays"]}
     assert found["long-cache"].series["r2"].x == [200]
@@ -439,6 +463,20 @@ def test_sweep_sources_forks_and_benchmarks(tmp_path):
     assert "| [long/r2-seed0.json](long/r2-seed0.json) | abc1234 | 2.11.0 | NVIDIA H200 |" in provenance_table([long])
 
 
+def test_benchmarks_of_several_seeds_are_compared_seed_by_seed(tmp_path):
+    """PIQA: r2 gains 1, 1.2 and 1.4 points; BLiMP: 5, 0 and −5."""
+    accuracies = {"plain": [(0.50, 0.7), (0.51, 0.7), (0.52, 0.7)], "r2": [(0.51, 0.75), (0.522, 0.7), (0.534, 0.65)]}
+    for row, seeds in accuracies.items():
+        for seed, (piqa, blimp) in enumerate(seeds):
+            scores = {"piqa": {"accuracy": piqa}, "blimp": {"accuracy": blimp}}
+            scores = {name: {**score, "standard_error": 0.01, "chance": 0.5} for name, score in scores.items()}
+            write(tmp_path, made_up("long", row, seed, 3.0, zero_shot=scores))
+    table = zero_shot_table(read_evidence(tmp_path).results["long"])
+    assert "| ours, 3 seeds | `r2` | – | – | 70.0 ± 1.0 (65.0 to 75.0) | 52.2 ± 1.0 (51.0 to 53.4) |" in table
+    sentence = "Of 2 differences to `plain`, paired by seed, 1 can be measured: `r2` PIQA +1.2 ± 0.1 points."
+    assert table.endswith(sentence)
+
+
 def test_an_ensemble_has_a_loss_but_no_curve(tmp_path):
     """It is compared with the mean of its members, 3.02."""
     ensemble = made_up("scarce", "ensemble", 0, 2.9)
@@ -492,4 +530,6 @@ def test_without_matplotlib_there_are_tables_and_numbers(tmp_path, monkeypatch, 
 def test_names_of_lines_are_moved_apart():
     assert spread([0.5, 0.5], gap=0.1) == pytest.approx([0.45, 0.55])
     assert spread([0.1, 0.5], gap=0.1) == [0.1, 0.5]
-    assert spread([0.0, 0.0, 0.9], gap=0.1) == pytest.approx([-0.05, 0.05, 0.9])
+    assert spread([0.2, 0.2, 0.9], gap=0.1) == pytest.approx([0.15, 0.25, 0.9])
+    inside = spread([0.0, 0.0, 0.5, 1.0, 1.0], gap=0.1)
+    assert inside == pytest.approx([LOWEST, LOWEST + 0.1, 0.5, HIGHEST - 0.1, HIGHEST])

@@ -16,13 +16,15 @@ from thoughtbubbles.recipes.reproduce.compare_rows import (
     signed,
 )
 from thoughtbubbles.recipes.reproduce.protocols import PLAIN
-from thoughtbubbles.recipes.reproduce.records import Evidence, Results, Value, flops, gpu_seconds
+from thoughtbubbles.recipes.reproduce.records import Evidence, Results, Value, flops, gpu_seconds, nats
 from thoughtbubbles.recipes.reproduce.sentences import compared, lead, needs, sentence
 from thoughtbubbles.recipes.reproduce.tables import PAPER
 
 ABOUT = 1.25  # costs within this factor of each other are about equal
 NOT_SLOWER = 1.05
 QUARTERS = (0.25, 0.5, 0.75, 1.0)  # of the training
+BATCHES = ("1", "32")  # sizes at which decoding is measured
+GATE = "a sigmoid per head (Qiu et al., arXiv 2505.06708)"
 
 
 def answers(evidence: Evidence) -> str:
@@ -108,17 +110,17 @@ def equal_latency(evidence: Evidence) -> str:
     if difference(results, "r2", PLAIN) is None:
         return needs(results, (PLAIN, "r2"))
     parts, leads = [], []
-    for batch in ("1", "32"):
+    for batch in BATCHES:
         times = {row: at[batch]["milliseconds"] for row, at in decode["rows"].items() if batch in at}
         rows = [row for row in (PLAIN, *without_forks(results)) if row in times]
         if "r2" not in times or not rows:
             continue
         shown = ", ".join(f"`{row}` {times[row]:.3f} ms" for row in ("r2", *rows))
-        parts.append(f"Decoding {batch} row{'s' * (batch != '1')}, per token: {shown}.")
+        parts.append(f"Decoding at batch size {batch}, per token: {shown}.")
         best = hardest(results, [row for row in rows if times[row] <= NOT_SLOWER * times["r2"]])
         if best is not None:
             parts.append(f"Against the best plain model that takes no longer, {sentence(best[1], 'r2', best[0])}.")
-            leads.append(f"{batch} row{'s' * (batch != '1')}: {lead(best[1])}")
+            leads.append(f"Batch size {batch}: {lead(best[1])}")
     return "".join(leads) + " ".join([*parts, f"Device: {decode['device']}."])
 
 
@@ -127,14 +129,19 @@ def which_part(evidence: Evidence) -> str:
     both, gate = difference(results, "r2", PLAIN), difference(results, "r1", PLAIN)
     share = ""
     if both and gate and both.is_measurable and both.mean < 0 and len(both.seeds) > 1 and both.seeds == gate.seeds:
-        share = f" That is {gate.mean / both.mean:.0%} of the gain of `r2`."
+        losses = {row: [nats(results.rows[row][seed]) for seed in both.seeds] for row in (PLAIN, "r1", "r2")}
+        each = [(r1 - plain) / (r2 - plain) for plain, r1, r2 in zip(*losses.values(), strict=True)]
+        share = f" That is {gate.mean / both.mean:.0%} of the gain of `r2`, by seed {min(each):.0%} to {max(each):.0%}."
     pairs = {
         "Attenuation alone": ("r1", PLAIN),
         "Forks in addition to it": ("r2", "r1"),
         "Forks without choosing and without scores": ("all-forked", PLAIN),
         "Choosing and scores, with as many streams": ("r2", "all-forked"),
-        "The field's usual gate, a sigmoid per head": ("head-gate", PLAIN),
+        f"A plain model's own gate, {GATE}": ("head-gate", PLAIN),
         "The attenuation against that gate": ("r1", "head-gate"),
+        "Forks against that gate": ("r2", "head-gate"),
+        "Forks in the last quarter of the training only": ("r2-late", "r1"),
+        "The same, 4 streams per token": ("r4-late", "r1"),
     }
     lines = [f"- {what}: {compared(results, *pair)}{share * (pair == ('r1', PLAIN))}" for what, pair in pairs.items()]
     return "\n".join(lines)
@@ -168,8 +175,8 @@ def leak(name: str, gap: Difference | None) -> str:
     shown = f"({signed(gap.mean)}{plus_minus(gap.error)} nats per token, {seeds})"
     if gap.is_measurable and gap.mean > 0:
         return (
-            f"In `{name}` the blockwise number of `block` contains a leak: scored token by token, the same weights "
-            f"have a higher loss {shown}."
+            f"In `{name}` the blockwise number of `block` is too low: scored token by token, the same weights have a "
+            f"higher loss {shown}. That is the leak, and streams that a prefix chooses otherwise, together."
         )
     return f"In `{name}`, `block` has no leak that we can measure: token by token against blockwise {shown}."
 
@@ -189,7 +196,8 @@ def growth(evidence: Evidence) -> str:
             for share, (_, gap) in zip(QUARTERS, at, strict=True)
         )
         n = len(at[-1][1].seeds)
-        parts.append(f"`{row}` − `plain`, by share of the training: {shown} ({n} seed{'s' * (n > 1)}).")
+        text = f"on {results.records[0]['config']['eval']['tokens']:,} validation tokens"
+        parts.append(f"`{row}` − `plain`, by share of the training: {shown} ({n} seed{'s' * (n > 1)}, {text}).")
         parts.append(trend(results, row, at[1][0], at[-1][0]))
     return " ".join(parts)
 

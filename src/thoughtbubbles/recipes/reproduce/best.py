@@ -1,7 +1,8 @@
-"""The best rows of `long` at each cost: those that are measurably better than all others at the same cost or less."""
+"""The best rows of `long` at each cost: those that are measurably better than all cheaper ones."""
 
 from collections.abc import Mapping
 
+from thoughtbubbles.recipes.reproduce.answers import BATCHES
 from thoughtbubbles.recipes.reproduce.compare_rows import difference
 from thoughtbubbles.recipes.reproduce.protocols import PLAIN
 from thoughtbubbles.recipes.reproduce.records import Evidence, Results, flops, gpu_seconds, nats, parameters, tokens
@@ -10,7 +11,7 @@ from thoughtbubbles.recipes.reproduce.tables import NONE_YET, markdown
 TRAINING = {"training tokens": tokens, "training FLOPs": flops, "GPU time of training": gpu_seconds}
 SAME_SIZE = f"training tokens, as many parameters as `{PLAIN}`"
 LARGEST = 1.01  # times plain's parameters: a score head or a gate is no other size
-DECODING = {"1": "time of a decoded token, 1 row", "32": "time of a decoded token, 32 rows"}
+DECODING = {batch: f"time of a decoded token, batch size {batch}" for batch in BATCHES}
 
 
 def best_table(evidence: Evidence) -> str:
@@ -19,22 +20,28 @@ def best_table(evidence: Evidence) -> str:
         return NONE_YET
     costs, lines = costs_of(evidence), []
     for what, of_rows in costs.items():
-        for i, row in enumerate(frontier(results, of_rows)):
-            gap = difference(results, row, PLAIN)
+        best = frontier(results, of_rows)
+        for i, row in enumerate(best):
+            gap, gain = difference(results, row, PLAIN), difference(results, row, best[i - 1]) if i else None
             assert gap is not None, "no row without one is here"
+            equals = "".join(f", `{other}`" for other in as_good(results, of_rows, row))
             seeds = " ".join(map(str, results.rows[row]))
             lines.append(
                 [
                     what if i == 0 else "",
                     f"{of_rows[row] / of_rows[PLAIN]:.2f} ×",
-                    f"`{row}`",
+                    f"`{row}`{equals}",
                     results.what(row),
                     f"{results.mean(PLAIN, nats) + gap.mean:.4f}",
                     "–" if row == PLAIN else gap.cell,
+                    "–" if gain is None or best[i - 1] == PLAIN else gain.cell,
                     f"`thoughtbubbles reproduce long --data CORPUS --only {row} --seed {seeds}`",
                 ]
             )
-    headings = ("cost", "over `plain`", "best row", "model", "nats per token", "against `plain`", "command")
+    headings = (
+        *("cost", "over `plain`", "best row, and others not measurably worse", "model", "mean of `plain` + difference"),
+        *("against `plain`", "against the line above", "command"),
+    )
     absent = [what for what in (*TRAINING, *DECODING.values()) if what not in costs]
     notes = [f"Not measured yet, or on different devices: {'; '.join(absent)}."] if absent else []
     return "\n\n".join([markdown(headings, lines), *notes])
@@ -60,12 +67,24 @@ def costs_of(evidence: Evidence) -> dict[str, dict[str, float]]:
     return found
 
 
+def in_hundredths(costs: Mapping[str, float]) -> dict[str, float]:
+    """Costs over plain's, rounded, since times have that much noise."""
+    return {row: round(cost / costs[PLAIN], 2) for row, cost in costs.items()}
+
+
 def frontier(results: Results, costs: Mapping[str, float]) -> list[str]:
-    """From cheap to dear; costs are compared in hundredths of plain's, since times have that much noise."""
+    """From cheap to dear."""
     gaps = {row: gap.mean for row in costs if (gap := difference(results, row, PLAIN)) is not None}
     found: list[str] = []
-    for row in sorted(gaps, key=lambda row: (round(costs[row] / costs[PLAIN], 2), gaps[row])):
+    for row in sorted(gaps, key=lambda row: (in_hundredths(costs)[row], gaps[row])):
         gain = difference(results, row, found[-1]) if found else None  # in the seeds that both have
         if not found or (gain is not None and gain.mean < 0 and gain.is_measurable):
             found.append(row)
     return found
+
+
+def as_good(results: Results, costs: Mapping[str, float], best: str) -> list[str]:
+    """Other rows that cost no more and are not measurably worse, in the seeds that both have."""
+    over = in_hundredths(costs)
+    gaps = {row: difference(results, row, best) for row in costs if row != best and over[row] <= over[best]}
+    return [row for row, gap in gaps.items() if gap is not None and not (gap.mean > 0 and gap.is_measurable)]

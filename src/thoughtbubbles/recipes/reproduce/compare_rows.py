@@ -3,8 +3,8 @@
 Within a seed all rows read the same text in the same order and start from the same weights where these match, so the
 difference of two rows varies less than either. With two or more common seeds its standard error is that of the mean
 over seeds, and a difference counts as measured if its interval of 95 % confidence (Student's t) leaves out 0. With one
-seed it is taken over the windows of the validation text: that error has no share of the variation
-between seeds, so it is too small, and is always marked.
+seed it is taken over stretches of the validation text, since neighbouring windows are alike: that error has no share of
+the variation between seeds, so it is too small, and is always marked.
 """
 
 import math
@@ -18,6 +18,7 @@ from thoughtbubbles.recipes.reproduce.records import Results, nats
 from thoughtbubbles.recipes.reproduce.study import Record
 
 T_QUANTILES = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}  # 97.5 %, by degrees of freedom
+STRETCHES, OVER_STRETCHES = 64, 2.0  # at most so many of the validation text, and their quantile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class Difference:
     @property
     def quantile(self) -> float:
         """Half the width of that interval, in standard errors: of Student's t with a degree less than seeds."""
-        return T_QUANTILES.get(len(self.seeds) - 1, 2.57) if self.over == "seeds" else 1.96
+        return T_QUANTILES.get(len(self.seeds) - 1, 2.57) if self.over == "seeds" else OVER_STRETCHES
 
     @property
     def seeds_in_words(self) -> str:
@@ -109,7 +110,8 @@ def window_sizes(record: Record) -> list[int]:
 def error_over_windows(one: Record, two: Record) -> float | None:
     """With n_i tokens in window i, the difference d_i of its means, and m the difference of all tokens:
 
-    sqrt(W / (W − 1) · Σ_i n_i² (d_i − m)²) / Σ_i n_i, as in evals/autoregressive.py. None for a single window.
+    sqrt(S / (S − 1) · Σ_s (Σ_{i in s} n_i (d_i − m))²) / Σ_i n_i, over S stretches s of neighbouring windows, which are
+    often of the same document. None for a single one.
     """
     sizes = window_sizes(one)
     if sizes != window_sizes(two) or len(sizes) < 2:
@@ -117,8 +119,11 @@ def error_over_windows(one: Record, two: Record) -> float | None:
     gaps = [a - b for a, b in zip(one["validation"]["windows"], two["validation"]["windows"], strict=True)]
     total = sum(sizes)
     mean = sum(n * gap for n, gap in zip(sizes, gaps, strict=True)) / total
-    squares = sum((n * (gap - mean)) ** 2 for n, gap in zip(sizes, gaps, strict=True))
-    return math.sqrt(len(sizes) / (len(sizes) - 1) * squares) / total
+    each = math.ceil(len(sizes) / STRETCHES)
+    weighted = [n * (gap - mean) for n, gap in zip(sizes, gaps, strict=True)]
+    stretches = [sum(weighted[i : i + each]) for i in range(0, len(weighted), each)]
+    squares = sum(stretch**2 for stretch in stretches)
+    return math.sqrt(len(stretches) / (len(stretches) - 1) * squares) / total
 
 
 def autoregressive_gap(results: Results, row: str, name: str = "autoregressive - blockwise") -> Difference | None:

@@ -104,8 +104,11 @@ def growth_figure(results: Results) -> Figure:
 
 
 def training_figure(results: Results) -> Figure:
-    """Training loss of the first seed of each row."""
+    """Training loss of the first seed of each row. If several rows have more than a seed, only they have a line, and
+    plain GPTs of another size or length: the others lie on top of them."""
     series, ends = {}, []
+    main = [row for row in results.rows if len(results.planned(row)) > 1]
+    shown = [*main, *without_forks(results)] if len(main) > 1 else list(results.rows)
     for row, seeds in results.rows.items():
         known = results.protocol.rows.get(row)
         record = next(iter(seeds.values()))
@@ -115,7 +118,8 @@ def training_figure(results: Results) -> Figure:
         per_point = joined * GROUP * record["config"]["tokens_per_step"]
         means = [statistics.fmean(losses[i : i + joined]) for i in range(0, len(losses) - joined + 1, joined)]
         x = [rounded((i + 1) * per_point / 1e6) for i in range(len(means))]
-        series[row] = Series(x=x, y=[rounded(mean) for mean in means])
+        if row in shown:
+            series[row] = Series(x=x, y=[rounded(mean) for mean in means])
         steps = record["steps"] - GROUP * (len(losses) - 1)
         whole = losses if steps >= GROUP or len(losses) < 2 else losses[:-1]  # the last group may have fewer steps
         ends.append(f"`{row}` {whole[-1]:.3f}")
@@ -182,9 +186,9 @@ def cost_figures(evidence: Evidence) -> Iterator[Figure]:
         else:
             yield cost_figure(results, name, label, costs, what, needs(results, (PLAIN, "r2")))
     of_decoding = {
-        "decode-1": ("milliseconds per token, 1 row", "1", "milliseconds", 1, "time of a decoded token"),
-        "decode-32": ("milliseconds per token, 32 rows", "32", "milliseconds", 1, "time of a decoded token"),
-        "cache": ("KV cache of one row (MiB)", "1", "cache_bytes", 2**20, "KV cache"),
+        "decode-1": ("milliseconds per token, batch size 1", "1", "milliseconds", 1, "time of a decoded token"),
+        "decode-32": ("milliseconds per token, batch size 32", "32", "milliseconds", 1, "time of a decoded token"),
+        "cache": ("KV cache of one sequence (MiB)", "1", "cache_bytes", 2**20, "KV cache"),
     }
     for name, (label, batch, field, scale, what) in of_decoding.items():
         rows = evidence.decode["rows"] if evidence.decode else {}

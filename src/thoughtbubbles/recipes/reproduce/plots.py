@@ -13,7 +13,7 @@ from thoughtbubbles.files import write_atomically
 from thoughtbubbles.plotting import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, checksum, has_matplotlib, panels, save
 from thoughtbubbles.recipes.reproduce.figures import Figure, Series
 
-STYLE = 2  # counts changes to the drawings
+STYLE = 3  # counts changes to the drawings
 LOOKS = {  # colour and marker
     "plain": ("#000000", "o"),
     "r1": (ORANGE, "s"),
@@ -42,7 +42,8 @@ LOOKS = {  # colour and marker
 }
 OTHER = ("#5B4B8A", "*")
 MOST_WHOLE = 30  # counts up to this many have whole numbers on the axis
-NEAR = 0.1  # of the width: points closer than that share a column of names
+NEAR = 0.13  # of the width: points closer than that share a column of names
+LOWEST, HIGHEST = 0.02, 0.97  # where names may be, of the height
 
 
 def description(figure: Figure) -> str:
@@ -125,23 +126,51 @@ def visible(series: Mapping[str, Series], levels: Sequence[float], *, hidden: fl
 
 
 def label_ends(axes: Any, series: Mapping[str, Series]) -> None:
-    """Names right of the axes, moved apart where lines end close together."""
+    """Names right of the axes, moved apart where lines end close together, joined to these ends by thin lines."""
     low, high = axes.get_ylim()
     rows = sorted(series, key=lambda row: series[row].y[-1])
     places = spread([(series[row].y[-1] - low) / (high - low) for row in rows], gap=0.05)
     for row, place in zip(rows, places, strict=True):
-        axes.text(1.01, place, row, color=look(row)[0], transform=axes.transAxes, va="center", fontweight="bold")
+        write_name(axes, row, at=(series[row].x[-1], series[row].y[-1]), of="data", to=(1.03, place))
+
+
+def write_name(axes: Any, row: str, *, at: tuple[float, float], of: str, to: tuple[float, float]) -> None:
+    """Left of the middle of a name begins the line that leads to its point."""
+    colour = look(row)[0]
+    axes.annotate(
+        row,
+        at,
+        xytext=to,
+        xycoords=of,
+        textcoords="axes fraction",
+        va="center",
+        color=colour,
+        fontweight="bold",
+        annotation_clip=False,
+        arrowprops={
+            "arrowstyle": "-",
+            "color": colour,
+            "linewidth": 0.9,
+            "linestyle": ":",
+            "relpos": (0, 0.5),
+            "shrinkA": 2,
+        },
+    )
 
 
 def spread(values: Sequence[float], *, gap: float) -> list[float]:
-    """Sorted values moved to be at least `gap` apart, with the least squared movement (pooled neighbours)."""
+    """Sorted values moved to be at least `gap` apart, with the least squared movement (pooled neighbours), and together
+    so far that all are inside."""
     pools: list[list[float]] = []  # value minus its place in the stack: these only must not decrease
     for i, value in enumerate(values):
         pools.append([value - i * gap])
         while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
             pools[-2:] = [pools[-2] + pools[-1]]
     flat = [fmean(pool) for pool in pools for _ in pool]
-    return [value + i * gap for i, value in enumerate(flat)]
+    apart = [value + i * gap for i, value in enumerate(flat)]
+    n = len(apart)
+    inside = [min(value, HIGHEST - (n - 1 - i) * gap) for i, value in enumerate(apart)]
+    return [max(value, LOWEST + i * gap) for i, value in enumerate(inside)]
 
 
 def draw_points(axes: Any, figure: Figure) -> None:
@@ -168,14 +197,4 @@ def label_points(axes: Any, series: Mapping[str, Series]) -> None:
         group.sort(key=lambda row: place[row][1])
         column = max(place[row][0] for row in group) + 0.04
         for row, y in zip(group, spread([place[row][1] for row in group], gap=0.05), strict=True):
-            axes.annotate(
-                row,
-                place[row],
-                xytext=(column, y),
-                xycoords="axes fraction",
-                textcoords="axes fraction",
-                va="center",
-                color=look(row)[0],
-                fontweight="bold",
-                arrowprops={"arrowstyle": "-", "color": look(row)[0], "linewidth": 0.8},
-            )
+            write_name(axes, row, at=place[row], of="axes fraction", to=(column, y))

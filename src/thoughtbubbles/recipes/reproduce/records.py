@@ -1,6 +1,7 @@
 """The records of docs/results, ROW-seedN.json in a folder per protocol: read, and checked before they are compared.
 
-Beside them, steps.json has the time of a training step of each row, alone on the GPU (benchmarks/train_step.py).
+Beside them, steps.json has the time of a training step of each row, alone on the GPU (benchmarks/train_step.py); that
+of `long` is used for all rows with a model of it.
 
 Records of one protocol must have the same version and the same text, and all be from a GPU or all from a CPU: anything
 else cannot be compared, and raises ValueError. GPU times are compared only between records of the same device.
@@ -8,11 +9,12 @@ else cannot be compared, and raises ValueError. GPU times are compared only betw
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from thoughtbubbles.files import read_object
+from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.recipes.reproduce.protocols import PLAIN, PROTOCOLS, Protocol, Row, protocol
 from thoughtbubbles.recipes.reproduce.study import Record, read_record
 
@@ -22,6 +24,7 @@ REQUIRED = (  # what every table uses; a dot goes into a nested field
     *("version", "protocol", "row", "seed", "what", "device", "parameters", "tokens", "flops", "gpu_seconds", "curve"),
     *("wall_seconds", "commit", "command", "time", "versions.torch", "text.checksum", "text.tokens", "training_loss"),
     *("config.model.block_size", "config.optim.lr", "config.optim.weight_decay", "config.tokens_per_step"),
+    "config.eval.tokens",
     *("validation.nats", "validation.bits_per_byte", "validation.tokens", "validation.windows"),
 )
 
@@ -141,8 +144,25 @@ def read_protocol(folder: Path, name: str) -> Results:
         of_row = {record["seed"]: record for record in records.values() if record["row"] == row}
         if of_row:
             rows[row] = dict(sorted(of_row.items()))
-    alone = with_late_forks(read_steps(folder / name / STEPS_FILE, rows), found.rows)
-    return Results(name=name, protocol=found, rows=rows, step_seconds=alone)
+    return Results(name=name, protocol=found, rows=rows, step_seconds=steps_alone(folder, name, rows))
+
+
+def steps_alone(folder: Path, name: str, rows: Mapping[str, Mapping[int, Record]]) -> dict[str, float]:
+    """Seconds of a training step by row: as measured for the protocol, or for a row of `long` with the same model."""
+    found, long = protocol(name), protocol("long")
+    measured = read_steps(folder / "long" / STEPS_FILE, rows) if found.model == long.model else {}
+    same: dict[str, float] = {}
+    for row, settings in found.rows.items():
+        for other, seconds in measured.items():
+            if other in long.rows and has_same_step(long.model, long.rows[other], settings):
+                same.setdefault(row, seconds)
+    return with_late_forks({**same, **read_steps(folder / name / STEPS_FILE, rows)}, found.rows)
+
+
+def has_same_step(model: ModelConfig, one: Row, two: Row) -> bool:
+    """Of two rows that change the same model."""
+    is_same = replace(model, **one.model) == replace(model, **two.model)
+    return is_same and one.optim.get("kind") == two.optim.get("kind") and not (one.run or two.run)
 
 
 def read_steps(path: Path, rows: Mapping[str, Mapping[int, Record]]) -> dict[str, float]:

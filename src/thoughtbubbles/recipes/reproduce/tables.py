@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from thoughtbubbles.files import read_object
-from thoughtbubbles.recipes.reproduce.compare_rows import autoregressive_gap, difference, signed
+from thoughtbubbles.recipes.reproduce.compare_rows import (
+    Difference,
+    autoregressive_gap,
+    common_seeds,
+    difference,
+    of_seeds,
+    signed,
+)
 from thoughtbubbles.recipes.reproduce.protocols import PLAIN, TUNED
 from thoughtbubbles.recipes.reproduce.records import Results, gpu_seconds, is_cpu, nats, parameters, tokens
 from thoughtbubbles.recipes.reproduce.study import Record
@@ -117,9 +124,15 @@ def screen_table(results: Results, long: Results) -> str:
         "against plain with a gate",
     )
     parts = [markdown(headings, lines), *([measured_on(results)] if results.rows else [])]
-    both = [row for row in results.rows if row != PLAIN and difference(long, row, PLAIN)]
-    if pairs := [f"`{row}` {cell(results, row)} here and {cell(long, row)} in `long`" for row in both]:
-        parts.append(f"How far a screen can be trusted: against `plain`, {'; '.join(pairs)}.")
+    trusted = []
+    for rival in (PLAIN, "head-gate"):
+        both = [row for row in results.rows if row not in (PLAIN, rival) and difference(long, row, rival)]
+        if pairs := [
+            f"`{row}` {cell(results, row, rival)} here and {cell(long, row, rival)} in `long`" for row in both
+        ]:
+            trusted.append(f"Against `{rival}`: {'; '.join(pairs)}.")
+    if trusted:
+        parts.append(" ".join(["How far a screen can be trusted.", *trusted]))
     return "\n\n".join(parts)
 
 
@@ -131,8 +144,8 @@ def plain_rivals(row: str) -> tuple[str, str]:
     return PLAIN, "head-gate"
 
 
-def cell(results: Results, row: str) -> str:
-    against = difference(results, row, PLAIN)
+def cell(results: Results, row: str, other: str = PLAIN) -> str:
+    against = difference(results, row, other)
     return "–" if against is None else against.cell
 
 
@@ -214,11 +227,41 @@ def zero_shot_table(results: Results) -> str:
         for row, numbers in part["rows"].items():
             cells = (numbers.get(name, "–") for name in tasks)
             lines.append([f"the paper, table {part['table']}: {part['model']}", row, *cells])
-    return markdown(("", "row", *tasks.values()), lines)
+    return "\n\n".join([markdown(("", "row", *tasks.values()), lines), *zero_shot_sentences(results, tasks)])
+
+
+def zero_shot_sentences(results: Results, tasks: Mapping[str, str]) -> list[str]:
+    """Which differences to plain, paired by seed, are measurable."""
+    found = {
+        (row, task): gap
+        for row, known in results.protocol.rows.items()
+        if known.zero_shot and row != PLAIN
+        for task in tasks
+        if (gap := zero_shot_difference(results, row, task)) is not None
+    }
+    if not found:
+        return []
+    clear = [
+        f"`{row}` {tasks[task]} {gap.mean:+.1f} ± {gap.error:.1f} points".replace("-", "−")
+        for (row, task), gap in found.items()
+        if gap.is_measurable
+    ]
+    first = f"Of {len(found)} differences to `{PLAIN}`, paired by seed, {len(clear) or 'none'} can be measured"
+    return [f"{first}{': ' * bool(clear)}{'; '.join(clear)}."]
+
+
+def zero_shot_difference(results: Results, row: str, task: str) -> Difference | None:
+    """In points, of two seeds or more."""
+    pairs = {
+        seed: [100 * results.rows[each][seed]["zero_shot"][task]["accuracy"] for each in (row, PLAIN)]
+        for seed in common_seeds(results, row, PLAIN)
+        if all(task in results.rows[each][seed].get("zero_shot", {}) for each in (row, PLAIN))
+    }
+    return of_seeds([ours - plain for ours, plain in pairs.values()], tuple(pairs)) if len(pairs) > 1 else None
 
 
 def zero_shot_line(results: Results, row: str, tasks: dict[str, str]) -> list[str]:
-    """Over several seeds: the mean accuracy, and the mean standard error, since all answer the same questions."""
+    """Over several seeds: the mean accuracy and the mean standard error over questions, and the range of the seeds."""
     found = [record["zero_shot"] for record in results.rows.get(row, {}).values() if "zero_shot" in record]
     if not found:
         return ["ours: not run", f"`{row}`", *["–"] * len(tasks)]
@@ -228,7 +271,9 @@ def zero_shot_line(results: Results, row: str, tasks: dict[str, str]) -> list[st
         mean = 100 * statistics.fmean(score["accuracy"] for score in scores) if scores else None
         errors = [100 * score["standard_error"] for score in scores if score["standard_error"] is not None]
         error = f" ± {statistics.fmean(errors):.1f}" if errors else ""
-        cells.append("–" if mean is None else f"{mean:.1f}{error}")
+        accuracies = sorted(100 * score["accuracy"] for score in scores)
+        seeds = f" ({accuracies[0]:.1f} to {accuracies[-1]:.1f})" if len(accuracies) > 1 else ""
+        cells.append("–" if mean is None else f"{mean:.1f}{error}{seeds}")
     return [f"ours, {len(found)} seed{'s' * (len(found) > 1)}", f"`{row}`", *cells]
 
 
