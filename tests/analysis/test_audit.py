@@ -398,6 +398,7 @@ def test_transformers_is_optional(capsys, tmp_path, monkeypatch):
     [
         (["--checkpoint", "{}"], "has no config.json with model.safetensors"),
         (["--checkpoint", "{}/nowhere"], "nowhere does not exist"),
+        (["--checkpoint", "gpt2/nowhere"], "nowhere does not exist"),  # gpt2 is a folder here, so no name on the Hub
         (["--checkpoint", "{}/gpt2"], "transformers' AutoModelForCausalLM cannot open it"),
         (["--checkpoint", "{}/broken"], "config.json"),
         (["--checkpoint", "{}/" + "x" * 5000], "File name too long"),
@@ -414,7 +415,8 @@ def test_transformers_is_optional(capsys, tmp_path, monkeypatch):
         (["--budget", "0.5", "--tokens", "8"], "below 1"),
     ],
 )
-def test_mistakes_end_in_one_line(arguments, message, capsys, tmp_path):
+def test_mistakes_end_in_one_line(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "short.txt").write_text("A few words.")

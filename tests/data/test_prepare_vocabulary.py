@@ -72,6 +72,21 @@ def test_the_folder_has_a_tokenizer_next_to_its_shards(source, whole, tmp_path, 
         prepare((str(source),), out=whole, val_fraction=0.1, **{**BPE, "vocab_size": 301})
 
 
+def test_what_to_do_next_with_tokens_of_the_model_in_the_package(tmp_path, capsys):
+    """Fine-tuning it: rows as long as the examples need, and enough steps to learn something from a few."""
+    begin = "next: thoughtbubbles train bubbles-7m --init-from bubbles-7m --data.mixture"
+    lines = [{"question": f"How long is {'very ' * 20}long?", "answer": str(i)} for i in range(4)]
+    prepare((str(write_lines(tmp_path / "a.jsonl", lines)),), out=tmp_path / "a", tokenizer="bubbles-7m", processes=1)
+    (longest,) = {len(shard.tokens) // 4 for shard in open_dataset(tmp_path / "a", split="train").shards}
+    assert 16 < longest <= 32
+    rows = "--model.block-size 32 --tokens-per-step 1024 --tokens 102400 --optim.lr 1e-3"
+    assert capsys.readouterr().out.endswith(f"{begin} {tmp_path / 'a'} {rows}\n")
+    text = write_lines(tmp_path / "b.jsonl", [{"text": "one two three four five " * 60}])
+    prepare((str(text),), out=tmp_path / "b", tokenizer="bubbles-7m", processes=1)
+    rows = "--model.block-size 256 --tokens-per-step 2048 --tokens 204800 --optim.lr 1e-3"
+    assert capsys.readouterr().out.endswith(f"{begin} {tmp_path / 'b'} {rows}\n")
+
+
 def test_a_second_folder_with_the_tokenizer_of_the_first(whole, tmp_path):
     texts = [*random_texts(30, seed=1), "Ünseen 😀"]
     second = tmp_path / "second"

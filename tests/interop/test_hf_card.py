@@ -220,6 +220,7 @@ def test_a_card_without_a_run_invents_nothing(tmp_path):
         )
         assert words in " ".join(described.split())
         assert ("AutoTokenizer" in described) == (kind == "plain")
+        assert f"max_new_tokens={config_of(kind).block_size // 2})" in described  # so that a prompt fits too
     save_model(tmp_path / "ids", lively_model(config_of("causal"), dtype=torch.float32))
     assert "AutoTokenizer" not in (export(tmp_path / "ids", out=tmp_path / "no-text") / "README.md").read_text()
 

@@ -150,6 +150,9 @@ def test_nothing_is_lost(tmp_path, run):
     with pytest.raises(ValueError, match=r"not just an earlier export \(README.md has"):
         export(run, out=out)
     assert (out / "README.md").read_text() == "licensed with care"
+    (out / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"not just an earlier export \(it has no manifest.json\)"):
+        export(run, out=out)
 
     export(run, out=tmp_path / "second")
     (tmp_path / "second" / "notes.txt").write_text("mine")

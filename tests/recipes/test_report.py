@@ -517,6 +517,23 @@ def test_the_report_is_written_and_stays(tmp_path, capsys):
     assert ((out / "index.md").read_text(), readme.read_text()) == (page, line)
 
 
+def test_a_page_has_what_there_are_records_of(tmp_path):
+    """Of one protocol alone; what comes later is added at the end; a folder without records is a mistake."""
+    with pytest.raises(ValueError, match=r"nowhere: has no records \(PROTOCOL/ROW-seedN.json\)"):
+        write_report(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+    laptop = made_up("laptop", "plain", 0, 5.3347)
+    laptop["config"]["tokens_per_step"] = 8 * 128
+    write_report(write(tmp_path, laptop))
+    page = (tmp_path / "index.md").read_text()
+    assert line_of(page, "plain")[6] == "5.3347"
+    assert "Protocol `long`" not in page
+    write_report(write(tmp_path, *rows("long", THREE)))
+    later = (tmp_path / "index.md").read_text()
+    assert later.index("## Protocol `laptop`") < later.index("## The best so far") < later.index("## Protocol `long`")
+    assert "## Protocol `short`" not in later
+
+
 def test_without_matplotlib_there_are_tables_and_numbers(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     write_report(write(tmp_path, *rows("long", THREE)))

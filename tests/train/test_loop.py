@@ -19,7 +19,7 @@ import thoughtbubbles
 from helpers import GOLDEN, SAME_FUNCTION, named, no_waiting_for_the_gpu
 from thoughtbubbles.checkpoint import load_tokenizer, save_model
 from thoughtbubbles.data.loader import Batch
-from thoughtbubbles.data.tokenizer import Bytes
+from thoughtbubbles.data.tokenizer import Bytes, tokenizer
 from thoughtbubbles.distributed import World
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -178,6 +178,19 @@ def test_init_from_a_plain_model_adds_fork_layers(tmp_path):
             build_model(wrong, said.append)
     with pytest.raises(ValueError, match="nowhere does not exist"):
         build_model(replace(config, init_from=tmp_path / "nowhere"), said.append)
+
+
+def test_init_from_a_model_of_other_tokens_is_rejected(tmp_path):
+    """Its vocabulary may be large enough all the same."""
+    config = small_run(tmp_path / "run", init_from=tmp_path / "start")
+    save_model(tmp_path / "start", Thoughtbubbles(config.model), tokenizer=tokenizer("gpt2"))
+    message = "start was trained with tokenizer 'gpt2', the data is made with 'bytes': prepare the data with .* gpt2"
+    with pytest.raises(ValueError, match=message):
+        check_run(config, resume=False, made_in=tmp_path / "made")
+    with pytest.raises(ValueError, match=message):
+        train(config)
+    save_model(tmp_path / "start", Thoughtbubbles(config.model), tokenizer=Bytes())
+    assert train(config).finished
 
 
 def test_a_resumed_run_does_not_need_its_initial_weights(tmp_path):

@@ -126,14 +126,15 @@ def open_model(checkpoint: str | Path | None, *, device: str = "cpu", dtype: tor
 
 
 def is_ours(checkpoint: str | Path | None) -> bool:
-    """Whether it is ours to open, or to reject: not a folder of another kind of model, nor the name of one."""
+    """Whether it is ours to open, or to reject: not a folder of another kind of model, nor the name of one online."""
     if checkpoint is None or str(checkpoint) == SHIPPED:
         return True
     path = Path(checkpoint)
     with named(path, "give the folder or the name of a model"):
         if (path / CONFIG).is_file():
             return read_object(path / CONFIG).get("model_type") == "thoughtbubbles"
-        return path.exists() or not HUB_NAME.fullmatch(str(checkpoint))
+        is_here = path.exists() or (len(path.parts) > 1 and path.parent.is_dir())  # such as runs/NAME, mistyped
+        return is_here or not HUB_NAME.fullmatch(str(checkpoint))
 
 
 def _open_hugging_face(name: str, *, device: str, dtype: torch.dtype) -> Opened:

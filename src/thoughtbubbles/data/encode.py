@@ -147,7 +147,9 @@ def _decoded(raw: bytes, where: str) -> str:
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
-    record = parse_json(_decoded(line, where), where=where, remedy="fix or remove the line")
+    record = parse_json(
+        _decoded(line, where), where=where, remedy="fix or remove the line, then prepare into a new folder"
+    )
     if not isinstance(record, dict):
         raise ValueError(f"{where}: a JSON {type(record).__name__} is not a record: give an object such as {{text}}")
     return record

@@ -24,15 +24,17 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from thoughtbubbles.data.encode import Encoded, encode_chunk
 from thoughtbubbles.data.output import SPLITS, OutputFolder, finished
 from thoughtbubbles.data.progress import PrepareProgress, VocabularyProgress
-from thoughtbubbles.data.shards import INDEX, SMALL_VALIDATION, Index, read_index
+from thoughtbubbles.data.shards import INDEX, SMALL_VALIDATION, Index, open_dataset, read_index
 from thoughtbubbles.data.sources import Chunk, Input, find_inputs, fingerprint, read_chunks
 from thoughtbubbles.data.tokenizer import NAMED, TRAINED, Tokenizer, read_tokenizer, save_tokenizer, saved_tokenizer
 from thoughtbubbles.data.tokenizer import tokenizer as named_tokenizer
 from thoughtbubbles.data.vocabulary import LEAST, MOST, train_vocabulary, training_texts
-from thoughtbubbles.files import SHIPPED, locked, named, reason, shipped_model, short_name
+from thoughtbubbles.files import SHIPPED, check_folder, locked, named, reason, shipped_model, short_name
 
 PATIENCE = 5.0  # seconds without a result before checking that all processes are alive
 AHEAD = 3  # chunks in flight per process
@@ -42,7 +44,8 @@ VAL_FRACTION = 0.005  # fraction of the documents, if no validation set is given
 MOST_PROCESSES = 1024
 MOST_SHARD_TOKENS = 1 << 32
 MUCH = 10**8  # tokens: enough for one of the paper's models
-EPOCHS, FINE_TUNED_BLOCK = 5, 512  # to suggest for fine-tuning the model in the package; its context length
+# To suggest for fine-tuning the model in the package: passes, at least this many steps, and its context length.
+EPOCHS, LEAST_STEPS, MOST_BLOCK = 5, 100, 512
 NEXT = {  # recipes to suggest: name, context length, and minimum number of tokens
     "bytes": (("tiny", 128, 0),),
     "gpt2": (("150m-r2", 512, MUCH), ("small-gpt2", 256, 0)),
@@ -86,6 +89,7 @@ def prepare(
     """
     _check(sources=sources, val=val, val_fraction=val_fraction)
     _check_numbers(processes=processes, shard_tokens=shard_tokens, limit=limit)
+    check_folder(out, option="--out")
     tok, vocab_size = _find_tokenizer(tokenizer, vocab_size)
     train_inputs, val_inputs = find_inputs(sources), find_inputs(val) if val else []
     _refuse_overlap(train_inputs, val_inputs)
@@ -381,19 +385,36 @@ def _summarize(out: Path, index: Index) -> None:
     print(f"next: {_next_command(out, index)}")
 
 
+def _fine_tuning(out: Path) -> list[str]:
+    """Options for the model in the package: a context length that the examples need, since each is one padded row."""
+    data = open_dataset(out, split="train", verify=False)
+    if data.index.kind == "text":
+        block = min(MOST_BLOCK, _longest_context(data.n_tokens))
+        n_rows, per_step = -(-data.n_tokens // block), 8
+    else:
+        longest = max(int(np.diff(shard.offsets.astype(np.int64)).max(initial=2)) for shard in data.shards)
+        block = min(MOST_BLOCK, 1 << max(4, (longest - 1).bit_length()))
+        n_rows, per_step = data.n_examples, 32
+    tokens = max(LEAST_STEPS, EPOCHS * n_rows // per_step) * per_step * block
+    fitted = ["--model.block-size", str(block)] if block < MOST_BLOCK else []
+    return [*fitted, "--tokens-per-step", str(per_step * block), "--tokens", str(tokens), "--optim.lr", "1e-3"]
+
+
+def _longest_context(n_tokens: int) -> int:
+    """A power of two that leaves a token to predict."""
+    return 1 << max(0, (n_tokens - 1).bit_length() - 1)
+
+
 def _next_command(out: Path, index: Index) -> str:
     n_tokens = sum(shard.n_tokens for shard in index.splits["train"])
     known = NEXT.get(index.tokenizer, NEXT[TRAINED])
     recipe, block_size = next((name, size) for name, size, least in known if n_tokens >= least)
     mixture = ["--data.mixture", f"{out}=1" if "=" in str(out) else str(out)]
-    if index.kind == "examples" and index.tokenizer == read_tokenizer(shipped_model()).name:
-        n_examples = sum(shard.n_examples for shard in index.splits["train"])
-        tokens = EPOCHS * n_examples * FINE_TUNED_BLOCK  # an example is one padded row
-        fewer = ["--optim.lr", "1e-3", "--tokens", str(tokens)]
-        return shlex.join(["thoughtbubbles", "train", SHIPPED, "--init-from", SHIPPED, *mixture, *fewer])
+    if n_tokens < MUCH and index.tokenizer == read_tokenizer(shipped_model()).name:
+        return shlex.join(["thoughtbubbles", "train", SHIPPED, "--init-from", SHIPPED, *mixture, *_fine_tuning(out)])
     words = ["thoughtbubbles", "train", recipe, *mixture]
     if index.kind == "text" and n_tokens <= block_size:  # too few for one window of the recipe's context length
-        words += ["--model.block-size", str(1 << (n_tokens - 1).bit_length() - 1)]
+        words += ["--model.block-size", str(_longest_context(n_tokens))]
     if index.tokenizer not in NEXT and (recipe != SHIPPED or index.vocab_size > VOCAB_SIZE):
         words += ["--model.vocab-size", str(-(-index.vocab_size // 64) * 64)]
     return shlex.join(words)

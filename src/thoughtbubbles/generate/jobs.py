@@ -124,7 +124,11 @@ def check(config: ModelConfig, request: Request, tokenizer: Tokenizer | None, *,
         raise ValueError(
             f"a prompt of {len(ids)} and {brief(new)} new tokens are more than block_size = {limit}, and "
             "there is no sliding window: "
-            + (f"ask for at most {limit - len(ids)}" if len(ids) < limit else f"shorten the prompt to {limit - 1}")
+            + (
+                f"ask for at most {limit - len(ids)}"
+                if len(ids) < limit
+                else f"shorten the prompt to {max(1, limit - new)}"
+            )
         )
     if request.budget is not None and (wrong_budget := budget_problem(config, request.budget)):
         raise ValueError(wrong_budget)

@@ -41,7 +41,7 @@ folder = "."  # or the name of this repository
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # needs no custom code
 inputs = tokenizer("Once upon a time", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens={new})[0]))
 """
 WITH_IDS = """\
 import torch
@@ -50,7 +50,7 @@ from transformers import AutoModelForCausalLM
 folder = "."  # or the name of this repository
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 ids = torch.tensor([[1, 2, 3]])  # no tokenizer came with these weights
-print(model.generate(ids, max_new_tokens=32)[0])
+print(model.generate(ids, max_new_tokens={new})[0])
 """
 PLAIN = "It is the plain baseline: a GPT without forks."
 COPIES = "It is the copy-{copies} baseline: every embedding is repeated {copies} times, and nothing forks."
@@ -94,7 +94,9 @@ class Fact(NamedTuple):
 
 def card(name: str, config: ModelConfig, *, parameters: int, dtype: str, folder: Path, has_tokenizer: bool) -> str:
     """`folder` is where the model comes from, inside its run or alone; `dtype` is that of the exported weights."""
-    use = USE.format(snippet=WITH_TOKENIZER if has_tokenizer else WITH_IDS)
+    snippet = WITH_TOKENIZER if has_tokenizer else WITH_IDS
+    new = max(1, min(32, config.block_size // 2))  # the other half is for the prompt
+    use = USE.format(snippet=snippet.format(new=new))
     known = earlier_sections(folder)
     front, begin = known.get("front", FRONT), known.get("begin", "")
     parts = [front, f"# {name}\n", about(config) + "\n", begin, use, "## The model\n"]

@@ -64,7 +64,9 @@ def export(checkpoint: Path | None = None, *, out: Path, dtype: torch.dtype | No
 def check_out(out: Path) -> None:
     if not out.exists() or not any(out.iterdir()):
         return
-    wrong = damage(out, required=("modeling_thoughtbubbles.py", CARD))
+    wrong: str | None = f"it has no {MANIFEST}"
+    if (out / MANIFEST).is_file():
+        wrong = damage(out, required=("modeling_thoughtbubbles.py", CARD))
     if wrong is None:
         listed = {MANIFEST, *read_object(out / MANIFEST)}
         unlisted = [

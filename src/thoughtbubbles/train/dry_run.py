@@ -9,7 +9,7 @@ from thoughtbubbles.distributed import World, find_device
 from thoughtbubbles.files import check_folder, locked
 from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.data import RunData
-from thoughtbubbles.train.initialize import fitting_weights
+from thoughtbubbles.train.initialize import check_tokenizer, fitting_weights
 from thoughtbubbles.train.log import check_sinks
 from thoughtbubbles.train.parallel import find_precision, uses_graph
 from thoughtbubbles.train.resume import find_checkpoint, same_run
@@ -40,5 +40,6 @@ def check_run(config: RunConfig, *, resume: bool, made_in: Path) -> list[str]:
         said.append(f"{found}: resumes after step {state.step} of {config.steps}")
     elif config.init_from is not None:
         weights, fresh = fitting_weights(config.model, config.init_from)
+        check_tokenizer(config.init_from, data.tokenizer.name)
         said.append(f"{config.init_from}: {len(weights)} weights fit, {len(fresh)} of fork layers are new")
     return said

@@ -12,11 +12,13 @@ from thoughtbubbles.checkpoint import (
     check_dtypes,
     check_manifest,
     find_model,
+    load_tokenizer,
     mismatches,
     read_config,
     read_weights,
     shapes,
 )
+from thoughtbubbles.data.tokenizer import NAMED
 from thoughtbubbles.distributed import World
 from thoughtbubbles.files import locked, named, short_name
 from thoughtbubbles.model.config import ModelConfig
@@ -61,6 +63,20 @@ def fitting_weights(config: ModelConfig, path: Path) -> tuple[dict[str, Tensor],
         )
     check_dtypes(folder, weights)
     return weights, fresh
+
+
+def check_tokenizer(path: Path, of_data: str) -> None:
+    """The weights must be of a model that reads the data's tokens; a model without a tokenizer of ours may."""
+    try:
+        theirs = load_tokenizer(path)
+    except ValueError:  # another project's, or damaged, which the manifest tells
+        return
+    if theirs is not None and theirs.name != of_data:
+        known = theirs.name if theirs.name in NAMED else path
+        raise ValueError(
+            f"--init-from {path} was trained with tokenizer {theirs.name!r}, the data is made with {of_data!r}: "
+            f"prepare the data with --tokenizer {known}"
+        )
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from thoughtbubbles.model.fork import ForkRecord
 from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.data import RunData, StepInputs
 from thoughtbubbles.train.forks import fork_statistics
-from thoughtbubbles.train.initialize import build_model, own_folder
+from thoughtbubbles.train.initialize import build_model, check_tokenizer, own_folder
 from thoughtbubbles.train.kernel_warmup import warm_up_kernels
 from thoughtbubbles.train.log import Log, Speed, peak_tflops
 from thoughtbubbles.train.optim import Optimizer, learning_rate, warmup_steps
@@ -97,6 +97,8 @@ class Trainer:
         if found is not None:
             state = same_run(found, config, precision=self.precision, fingerprints=self.data.fingerprints)
             self.warmup = state.warmup_steps if state.warmup_steps is not None else self.warmup
+        elif config.init_from is not None:
+            check_tokenizer(config.init_from, self.data.tokenizer.name)
 
         join = warm_up_kernels(config.model, config.compute, world)
         self.model = build_model(config if found is None else replace(config, init_from=None), self.log.say)

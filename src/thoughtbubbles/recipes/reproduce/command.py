@@ -57,7 +57,7 @@ def reproduce(
     changes last bits: use the same number with --again.
 
     Args:
-        name: The protocol, one of those above, or all.
+        name: long, long-sweep, short, scarce, screen, laptop, tasks, tasks-sweep, clutrr, gsm8k, two-stage, or all.
         data: The corpus: a folder written by `thoughtbubbles prepare`, with a val split. Our own rows used the
             tokenizer bubbles-7m, those of short gpt2.
         only: Rows to run, as --list shows them. Default: all that have no record yet.
@@ -82,6 +82,8 @@ def reproduce(
             for path in write_report(out):
                 print(f"written: {path}")
         else:
+            if only or seed:
+                raise ValueError("--list shows all rows: leave out --only and --seed")
             show(name, out)
         return
     if name == "all":

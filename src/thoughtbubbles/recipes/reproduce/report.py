@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from thoughtbubbles.data.tasks import TASKS
-from thoughtbubbles.files import check_folder, read_object, write_atomically
+from thoughtbubbles.files import check_folder, read_object, short_name, write_atomically
 from thoughtbubbles.plotting import has_matplotlib
 from thoughtbubbles.recipes.reproduce.answers import answers
 from thoughtbubbles.recipes.reproduce.best import best_table
@@ -66,6 +66,13 @@ SECTIONS: dict[str, tuple[str, Callable[[Evidence], str]]] = {
     ),
     "provenance": ("Records", lambda found: provenance_table(found.results.values())),
     "evidence": ("In one line", lambda found: evidence_line(found.results["long"])),
+}
+# Which protocols a part of the page is about: one without any records is left out of a new page.
+ABOUT = {
+    **dict.fromkeys(("best", "long", "pays", "autoregressive", "sources", "forks", "zero-shot", "evidence"), ("long",)),
+    "answers": ("long", "short", "scarce"),
+    "sweep": ("long-sweep",),
+    **{name: (name,) for name in ("short", "screen", "scarce", "laptop")},
 }
 MARKED = re.compile(r"(<!-- ([\w-]+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
@@ -145,19 +152,21 @@ def rendered(page: Path) -> str:
 def write_report(out: Path) -> list[Path]:
     """Draws the figures, then renders the page, and the README if `out` is docs/results of a repository.
 
-    Where there is no page yet, one is made of the generated parts alone. Returns the paths written.
+    Where there is no page yet, one is made of the generated parts alone; parts that a page lacks are added at its end.
+    Returns the paths written.
     """
     out = check_folder(out, option="--out")
     found = read_evidence(out)
-    out.mkdir(parents=True, exist_ok=True)
+    if not (any(results.rows for results in found.results.values()) or tasks_page_records(out)):
+        raise ValueError(f"--out {short_name(out)}: has no records (PROTOCOL/ROW-seedN.json); run rows first")
     drawn = [figure for part in figures(found).values() for figure in part if figure.series]
     drawn += [figure for figure in (*task_figures(read_task_records(out)), clutrr_figure(out)) if figure.series]
     written = [path for figure in drawn for path in write_figure(figure, out / FIGURES)]
     if drawn and not has_matplotlib():
         print(f"tables only: {NEED}")
     page, readme = out / PAGE, out.parent.parent / "README.md"
-    if not page.exists():
-        write_atomically(page, [empty_page(found).encode()])
+    before = page.read_text(encoding="utf-8") if page.exists() else "# Results\n"
+    write_atomically(page, [with_parts(before, found).encode()])
     tasks = out / TASKS_PAGE
     if not tasks.exists() and tasks_page_records(out):
         write_atomically(tasks, [empty_tasks_page(out).encode()])
@@ -168,10 +177,16 @@ def write_report(out: Path) -> list[Path]:
     return written
 
 
-def empty_page(found: Evidence) -> str:
-    names = [name for name in SECTIONS if name != "evidence" and (name != "laptop" or found.results[name].rows)]
-    parts = [f"## {SECTIONS[name][0]}\n\n<!-- {name} -->\n<!-- /{name} -->\n" for name in names]
-    return "\n".join(["# Results\n", *parts])
+def with_parts(page: str, found: Evidence) -> str:
+    """With empty parts for everything that has records and no place yet."""
+    parts = [
+        f"## {title}\n\n<!-- {name} -->\n<!-- /{name} -->\n"
+        for name, (title, _) in SECTIONS.items()
+        if name != "evidence"
+        and f"<!-- {name} -->" not in page
+        and any(found.results[each].rows for each in ABOUT.get(name, found.results))
+    ]
+    return "\n".join([page, *parts])
 
 
 def empty_tasks_page(out: Path) -> str:
