@@ -342,7 +342,7 @@ def test_the_block_size_is_the_end(tmp_path):
             model.generate(torch.tensor(PROMPTS[:1]), max_length=17, use_cache=use_cache)
     assert model.generate(torch.tensor(PROMPTS[:1]), max_length=16).shape == (1, 16)
     ids = random_ids(core.config, 1, 16)
-    with pytest.raises(ValueError, match="shorten the prompt to 13$"):
+    with pytest.raises(ValueError, match=r"shorten the prompt to 13$"):
         model.generate(ids, max_new_tokens=3)
     cache = model(ids[:, :14], use_cache=True).past_key_values
     with pytest.raises(ValueError, match="the cache is full"):

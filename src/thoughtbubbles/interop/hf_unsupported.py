@@ -159,10 +159,10 @@ def check_length(block_size: int, settings: GenerationConfig, attention_mask: Te
     else:
         return
     if longest + new > block_size:
+        less = f"ask for at most {block_size - longest}"
         raise ValueError(
             f"a prompt of {longest} and {new} new tokens are more than block_size = {block_size}, and there is no "
-            "sliding window: "
-            + (f"ask for at most {block_size - longest}" if longest < block_size else f"shorten it to {block_size - 1}")
+            f"sliding window: {less if longest < block_size else f'shorten the prompt to {max(1, block_size - new)}'}"
         )
 
 
