@@ -45,7 +45,7 @@ STATE = "state.json"  # of a checkpoint, next to its model (train/state.py)
 NUMBERED = re.compile(r"step-[0-9]{1,18}")
 READ = (".json", ".safetensors")  # files of these kinds are read
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-WANTED = "give a model folder, a checkpoint of a run, or a run's folder"
+WANTED = f"give a model folder, a checkpoint of a run, a run's folder, or {SHIPPED} (the model in the package)"
 DAMAGED = "it is damaged, use another checkpoint"
 
 

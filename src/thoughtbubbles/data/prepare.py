@@ -410,7 +410,7 @@ def _next_command(out: Path, index: Index) -> str:
     known = NEXT.get(index.tokenizer, NEXT[TRAINED])
     recipe, block_size = next((name, size) for name, size, least in known if n_tokens >= least)
     mixture = ["--data.mixture", f"{out}=1" if "=" in str(out) else str(out)]
-    if n_tokens < MUCH and index.tokenizer == read_tokenizer(shipped_model()).name:
+    if 0 < n_tokens < MUCH and index.tokenizer == read_tokenizer(shipped_model()).name:
         return shlex.join(["thoughtbubbles", "train", SHIPPED, "--init-from", SHIPPED, *mixture, *_fine_tuning(out)])
     words = ["thoughtbubbles", "train", recipe, *mixture]
     if index.kind == "text" and n_tokens <= block_size:  # too few for one window of the recipe's context length

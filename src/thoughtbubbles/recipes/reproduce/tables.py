@@ -242,7 +242,7 @@ def zero_shot_sentences(results: Results, tasks: Mapping[str, str]) -> list[str]
     if not found:
         return []
     clear = [
-        f"`{row}` {tasks[task]} {gap.mean:+.1f} ± {gap.error:.1f} points".replace("-", "−")
+        f"`{row}` {tasks[task]} {f'{gap.mean:+.1f}'.replace('-', '−')} ± {gap.error:.1f} points"
         for (row, task), gap in found.items()
         if gap.is_measurable
     ]
