@@ -6,8 +6,9 @@ import pytest
 
 from data.prepared import CORPUS_OPTIONS, contents, documents, random_texts, run, write_lines
 from thoughtbubbles.data.loader import Loader, Source
-from thoughtbubbles.data.prepare import NEXT, VOCAB_SIZE, prepare
+from thoughtbubbles.data.prepare import prepare
 from thoughtbubbles.data.shards import open_dataset
+from thoughtbubbles.data.summary import NEXT, VOCAB_SIZE
 from thoughtbubbles.data.tokenizer import TRAINED, tokenizer
 
 
