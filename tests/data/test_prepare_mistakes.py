@@ -23,6 +23,7 @@ def test_folders_that_cannot_be_written(tmp_path):
     for name in ("a.jsonl", "a.jsonl/out", "loop", "loop/out", "x" * 5000):
         with pytest.raises(ValueError, match=rf"{name[:7]}.*: give a folder that can be written") as error:
             prepare((str(source),), out=tmp_path / name, tokenizer="bytes", processes=1)
+        assert str(error.value).startswith("--out ")
         assert len(str(error.value)) < 1000
     out = tmp_path / "out"
     prepare((str(source),), out=out, tokenizer="bytes", processes=1)
