@@ -125,8 +125,8 @@ def check_folder(folder: Path, *, option: str) -> Path:
             raise ValueError(f"{shown} cannot be used (a link points to itself): {remedy}") from None
         there = next(place for place in (folder, *folder.parents) if place.exists())
         if not there.is_dir():
-            what = "is a file" if there == folder else f"would lie inside {short_name(there)}, which is a file"
-            raise ValueError(f"{shown} {what}: {remedy}")
+            where = shown if there == folder else f"{shown}: {short_name(there)}"
+            raise ValueError(f"{where} is a file: {remedy}")
         if not os.access(there, os.W_OK | os.X_OK):
             raise ValueError(f"{shown} cannot be written: {remedy}")
     return folder

@@ -209,6 +209,8 @@ def test_mistakes(folders, options, message, capsys):
 
 def test_mistakes_in_prompt_and_checkpoint(folders, capsys, tmp_path):
     assert "the prompt is empty" in mistake(capsys, "", "--checkpoint", folders["causal"])
+    told = mistake(capsys, "The", "cell", "is", "--checkpoint", folders["causal"])
+    assert '3 prompts: put quotes around the text, as in "The cell is"' in told
     assert "shorten the prompt to 63" in mistake(capsys, "x" * 64, "--checkpoint", folders["causal"])
     assert "does not exist" in mistake(capsys, PROMPT, "--checkpoint", str(tmp_path / "nowhere"))
     assert "no checkpoint with them" in mistake(capsys, PROMPT, "--checkpoint", str(tmp_path))

@@ -177,6 +177,7 @@ def test_a_key(folder, tmp_path):
 @pytest.mark.slow
 def test_a_server_for_everybody_without_a_key(folder):
     with serving("--checkpoint", str(folder), "--host", "0.0.0.0", "--no-page") as server:
+        assert server.line.endswith("(also under the computer's other addresses; Ctrl-C to stop)\n")
         assert server.ask("GET", "/")[0] == 404
         server.process.send_signal(signal.SIGTERM)
         code, _, errors = server.end()

@@ -5,11 +5,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from thoughtbubbles.files import or_shipped
+from thoughtbubbles.files import or_shipped, short_name
 
 
 def generate(
-    prompt: Annotated[str, tyro.conf.arg(metavar="PROMPT")] = "-",
+    prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[PROMPT]")] = ("-",),
     /,
     *,
     checkpoint: Path | None = None,
@@ -73,11 +73,13 @@ def generate(
     from thoughtbubbles.generate.requests import Request
     from thoughtbubbles.generate.sample import Sampling
 
+    if len(prompt) > 1:
+        raise ValueError(f'{len(prompt)} prompts: put quotes around the text, as in "{short_name(" ".join(prompt))}"')
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
     )
     write(
-        Request(prompt=read_prompt(prompt), max_new=max_new, budget=budget, sampling=sampling, stop=stop, top=top),
+        Request(prompt=read_prompt(*prompt), max_new=max_new, budget=budget, sampling=sampling, stop=stop, top=top),
         checkpoint=or_shipped(checkpoint),
         method=method,
         budget_mode=budget_mode,

@@ -117,7 +117,7 @@ def serve(
         )
         facts = f"model {served.name}, {rows} rows, {app.state.workers[0].memory}"
         accept(listener, host, port)
-        print(f"thoughtbubbles serve: {address_of(listener, host)} {facts} (Ctrl-C to stop)", flush=True)
+        print(f"thoughtbubbles serve: {address_of(listener, host)} {facts} ({_also(host)}Ctrl-C to stop)", flush=True)
         Server(app, drain=drain, grace=grace).run(sockets=[listener])
         print("stopped", flush=True)
 
@@ -156,7 +156,7 @@ def watch(
     with listen(host, port) as listener:  # before loading a model, which takes longer to fail
         app = create_app(open_models(checkpoint, device=find_device(device, among=DEVICES)), host=host)
         address = address_of(listener, host)
-        print(f"thoughtbubbles watch: {address} (Ctrl-C to stop)", flush=True)
+        print(f"thoughtbubbles watch: {address} ({_also(host)}Ctrl-C to stop)", flush=True)
         if open and sys.stdout.isatty():
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         Server(app).run(sockets=[listener])
@@ -256,6 +256,11 @@ def _errors_of(listener: socket.socket, host: str, port: int) -> Iterator[None]:
         if error.errno == errno.EADDRINUSE:
             raise ValueError(f"--port {port} is in use: give another one, or --port 0 for a free one") from None
         raise ValueError(f"--host {host} --port {port}: {error.strerror}") from None
+
+
+def _also(host: str) -> str:
+    """`address_of` gives one that works in a browser on this computer."""
+    return "also under the computer's other addresses; " if host in ("0.0.0.0", "::") else ""
 
 
 def address_of(listener: socket.socket, host: str) -> str:

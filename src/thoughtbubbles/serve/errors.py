@@ -82,4 +82,6 @@ def _first(errors: Sequence[Any]) -> tuple[str, str]:
     """The first problem that pydantic found: the field, and what is wrong with it."""
     first = errors[0]
     where = ".".join(str(part) for part in first["loc"][1:] if not isinstance(part, int)) or "the body"
+    if first["type"] == "extra_forbidden":
+        return short_name(where), "there is no such field: leave it out"
     return short_name(where), str(first["msg"]).removeprefix("Value error, ")
