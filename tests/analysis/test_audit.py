@@ -398,7 +398,7 @@ def test_transformers_is_optional(capsys, tmp_path, monkeypatch):
     [
         (["--checkpoint", "{}"], "has no config.json with model.safetensors"),
         (["--checkpoint", "{}/nowhere"], "nowhere does not exist"),
-        (["--checkpoint", "gpt2/nowhere"], "nowhere does not exist"),  # gpt2 is a folder here, so no name on the Hub
+        (["--checkpoint", "gpt2/nowhere"], "nowhere does not exist: give a model folder"),  # gpt2 is a folder here
         (["--checkpoint", "{}/gpt2"], "transformers' AutoModelForCausalLM cannot open it"),
         (["--checkpoint", "{}/broken"], "config.json"),
         (["--checkpoint", "{}/" + "x" * 5000], "File name too long"),

@@ -24,6 +24,10 @@ BAD = {
     "max_new": (Request(prompt=[1], max_new=0), "max_new = 0: ask for 1 new token or more"),
     "too many": (Request(prompt=[1] * 5, max_new=16), "more than block_size = 20.*ask for at most 15"),
     "too long": (Request(prompt=[1] * 20), "more than block_size = 20.*shorten the prompt to 19"),
+    "both": (
+        Request(prompt=[1] * 20, max_new=20),
+        "more than block_size = 20.*shorten .* and ask for fewer, 20 in all",
+    ),
     "far too long": (Request(prompt=[1] * 50, max_new=1), "more than block_size = 20.*shorten the prompt to 19"),
     "low budget": (Request(prompt=[1], budget=0.5), "budget = 0.5 is below 1"),
     "long budget": (Request(prompt=[1], budget="1e99999999"), "budget = '1e99999999' is not a number"),

@@ -14,6 +14,7 @@ from helpers import lively_model
 from interop.finished_run import model_in
 from interop.hf_models import config_of
 from thoughtbubbles.checkpoint import load, save_model
+from thoughtbubbles.data.tokenizer import tokenizer
 from thoughtbubbles.distributed import World
 from thoughtbubbles.evals.run import run as evaluate
 from thoughtbubbles.evals.settings import Evaluation
@@ -220,9 +221,22 @@ def test_a_card_without_a_run_invents_nothing(tmp_path):
         )
         assert words in " ".join(described.split())
         assert ("AutoTokenizer" in described) == (kind == "plain")
-        assert f"max_new_tokens={config_of(kind).block_size // 2})" in described  # so that a prompt fits too
     save_model(tmp_path / "ids", lively_model(config_of("causal"), dtype=torch.float32))
     assert "AutoTokenizer" not in (export(tmp_path / "ids", out=tmp_path / "no-text") / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("block_size", "has_tokenizer"), [(2, True), (24, True), (80, True), (4, False)])
+def test_the_example_fits_the_context_length(tmp_path, capsys, block_size, has_tokenizer):
+    """At a token per byte."""
+    config = config_of("causal", vocab_size=300, block_size=block_size)
+    tokens = {"tokenizer": tokenizer("bytes")} if has_tokenizer else {}
+    save_model(tmp_path / "model", lively_model(config, dtype=torch.float32), **tokens)
+    described = (export(tmp_path / "model", out=tmp_path / "out") / "README.md").read_text()
+    example = re.search(r"```python\n(.*?)```", described, re.DOTALL)[1]
+    exec(example.replace('folder = "."', f"folder = {str(tmp_path / 'out')!r}"), {})
+    begin = {2: "O", 24: "Once", 80: "Once upon a time", 4: "tensor([1,2,"}[block_size]
+    printed = capsys.readouterr().out
+    assert (printed if has_tokenizer else printed.replace(" ", "")).startswith(begin)
 
 
 def test_numbers_of_a_converted_model_are_those_before(tmp_path, run):

@@ -340,10 +340,14 @@ def test_the_block_size_is_the_end(tmp_path):
             model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=10, use_cache=use_cache)
         with pytest.raises(ValueError, match=r"(max_length = 17|7 and 10 new tokens).* block_size = 16"):
             model.generate(torch.tensor(PROMPTS[:1]), max_length=17, use_cache=use_cache)
+    with pytest.raises(ValueError, match=r"give max_length of at most 16$"):
+        model.generate(**batch(PROMPTS), max_length=20)
     assert model.generate(torch.tensor(PROMPTS[:1]), max_length=16).shape == (1, 16)
     ids = random_ids(core.config, 1, 16)
     with pytest.raises(ValueError, match=r"shorten the prompt to 13$"):
         model.generate(ids, max_new_tokens=3)
+    with pytest.raises(ValueError, match=r"shorten the prompt$"):
+        model.generate(ids, max_new_tokens=16)
     cache = model(ids[:, :14], use_cache=True).past_key_values
     with pytest.raises(ValueError, match="the cache is full"):
         model(torch.tensor([[1, 2, 3]]), past_key_values=cache)

@@ -83,6 +83,7 @@ def test_the_error_of_one_seed_is_over_windows(tmp_path):
     found = difference(read_protocol(write(tmp_path, one, two), "long"), "r2", "plain")
     assert found.error == pytest.approx(0.04996, abs=1e-6)
     assert found.cell == "−0.0800 ± 0.0500 (over windows, one seed)"
+    assert found.n == 3
     assert not found.is_measurable
 
 
@@ -168,12 +169,12 @@ def test_records_of_other_settings_are_rejected(tmp_path):
 
 
 def test_confidence_follows_the_number_of_seeds():
-    """Student's t: 12.7, 4.3 and 3.2 standard errors with two, three and four seeds; 1.96 over windows."""
-    for seeds, needed in (((0, 1), 12.71), ((0, 1, 2), 4.30), ((0, 1, 2, 3), 3.18)):
-        near = Difference(mean=needed - 0.01, error=1.0, seeds=seeds, over="seeds")
-        assert not near.is_measurable
-        assert replace(near, mean=-needed - 0.01).is_measurable
-    assert Difference(mean=2.0, error=1.0, seeds=(0,), over="windows").is_measurable
+    """Student's t: 12.7, 4.3 and 3.2 standard errors with two, three and four seeds; and so for stretches of text."""
+    for n, needed in ((2, 12.71), (3, 4.30), (4, 3.18), (6, 2.571), (8, 2.365), (11, 2.228), (31, 2.042), (64, 1.998)):
+        for seeds, over in ((tuple(range(n)), "seeds"), ((0,), "windows")):
+            near = Difference(mean=needed - 0.01, error=1.0, seeds=seeds, over=over, n=n)
+            assert not near.is_measurable
+            assert replace(near, mean=-needed - 0.01).is_measurable
 
 
 def test_times_of_different_gpus_are_shown_but_not_compared(tmp_path):
@@ -202,7 +203,7 @@ def test_times_of_different_gpus_are_shown_but_not_compared(tmp_path):
     ],
 )
 def test_a_sentence_follows_sign_and_error(mean, error, said):
-    assert sentence(Difference(mean=mean, error=error, seeds=(0, 1, 2), over="seeds"), "r2", "r1") == said
+    assert sentence(Difference(mean=mean, error=error, seeds=(0, 1, 2), over="seeds", n=3), "r2", "r1") == said
 
 
 def test_answers_without_records_name_what_they_need(tmp_path):
@@ -318,6 +319,16 @@ def test_the_best_rows_at_each_cost(tmp_path):
     times = best_table(read_evidence(write(tmp_path / "few", *few))).split("GPU time")[1]
     assert "`r1`" in times
     assert "`r2`" not in times
+    # Nor one that is measurably better than plain, but not than a row between them.
+    gains = {"plain": (0, 0, 0), "r1": (-0.026, -0.005, -0.005), "r2": (-0.0145, -0.015, -0.0155)}
+    between = [
+        made_up("long", row, seed, 3 + gain, gpu_seconds=gpu)
+        for gpu, (row, each) in zip((300.0, 360.0, 420.0), gains.items(), strict=True)
+        for seed, gain in enumerate(each)
+    ]
+    between_plain = best_table(read_evidence(write(tmp_path / "two", *between[:3], *between[6:])))
+    assert "`r2`" in between_plain.split("GPU time")[1]
+    assert "`r2`" not in best_table(read_evidence(write(tmp_path / "three", *between))).split("GPU time")[1]
     # A row that costs as much and is not measurably worse is named too.
     few += [made_up("long", "head-gate", seed, nats) for seed, nats in enumerate((2.98, 3.0, 3.0))]
     times = best_table(read_evidence(write(tmp_path / "few", *few))).split("GPU time")[1]
@@ -474,7 +485,7 @@ def test_benchmarks_of_several_seeds_are_compared_seed_by_seed(tmp_path):
     table = zero_shot_table(read_evidence(tmp_path).results["long"])
     assert "| ours, 3 seeds | `r2` | – | – | 70.0 ± 1.0 (65.0 to 75.0) | 52.2 ± 1.0 (51.0 to 53.4) |" in table
     sentence = "Of 2 differences to `plain`, paired by seed, 1 can be measured: `r2` PIQA +1.2 ± 0.1 points."
-    assert table.endswith(sentence)
+    assert table.endswith(f"{sentence} At 95 % confidence, about 0.1 of them would be measured by chance alone.")
 
 
 def test_an_ensemble_has_a_loss_but_no_curve(tmp_path):

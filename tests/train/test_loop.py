@@ -19,6 +19,7 @@ import thoughtbubbles
 from helpers import GOLDEN, SAME_FUNCTION, named, no_waiting_for_the_gpu
 from thoughtbubbles.checkpoint import load_tokenizer, save_model
 from thoughtbubbles.data.loader import Batch
+from thoughtbubbles.data.prepare import prepare
 from thoughtbubbles.data.tokenizer import Bytes, tokenizer
 from thoughtbubbles.distributed import World
 from thoughtbubbles.model.cost import cost
@@ -26,7 +27,7 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.recipes import recipe
 from thoughtbubbles.train.data import RunData
 from thoughtbubbles.train.dry_run import check_run
-from thoughtbubbles.train.initialize import build_model, own_folder
+from thoughtbubbles.train.initialize import build_model, check_tokenizer, own_folder
 from thoughtbubbles.train.loop import Trainer, train
 from thoughtbubbles.train.state import checkpoint_damage
 from train.runs import assert_same_bits, losses, metrics, small_corpus, small_run, tiny, uneven_examples
@@ -191,6 +192,18 @@ def test_init_from_a_model_of_other_tokens_is_rejected(tmp_path):
         train(config)
     save_model(tmp_path / "start", Thoughtbubbles(config.model), tokenizer=Bytes())
     assert train(config).finished
+
+
+def test_init_from_a_run_of_other_tokens_names_a_tokenizer_that_prepare_takes(tmp_path):
+    """The one of the model in the package is trained, so it has no name, only a folder."""
+    run = tmp_path / "earlier"
+    model = save_model(run / "step-00000001" / "model", thoughtbubbles.load(), tokenizer=load_tokenizer())
+    with pytest.raises(ValueError, match="prepare the data with --tokenizer") as error:
+        check_tokenizer(run, "bytes")
+    told = str(error.value).rsplit(" ", 1)[1]
+    assert Path(told) == model
+    (tmp_path / "a.txt").write_text("one two three")
+    prepare((str(tmp_path / "a.txt"),), out=tmp_path / "data", tokenizer=told, processes=1)
 
 
 def test_a_resumed_run_does_not_need_its_initial_weights(tmp_path):

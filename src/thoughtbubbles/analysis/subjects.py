@@ -118,6 +118,11 @@ def _encoder(tokenizer: Any) -> Encode | None:
 def open_model(checkpoint: str | Path | None, *, device: str = "cpu", dtype: torch.dtype = torch.float64) -> Opened:
     """One of our models, or one that transformers' AutoModelForCausalLM opens; by default the model in the package."""
     if is_ours(checkpoint):
+        if checkpoint is not None and HUB_NAME.fullmatch(str(checkpoint)) and _is_misspelt(path := Path(checkpoint)):
+            raise ValueError(
+                f"{path} does not exist: give a model folder, a checkpoint or a run; for the model of this name on the "
+                f"Hub, call the command where there is no folder {path.parent}"
+            )
         folder = find_model(checkpoint)
         return Opened(
             load(folder, device=device, dtype=dtype), load_tokenizer(folder), short_name(checkpoint or SHIPPED)
@@ -133,8 +138,12 @@ def is_ours(checkpoint: str | Path | None) -> bool:
     with named(path, "give the folder or the name of a model"):
         if (path / CONFIG).is_file():
             return read_object(path / CONFIG).get("model_type") == "thoughtbubbles"
-        is_here = path.exists() or (len(path.parts) > 1 and path.parent.is_dir())  # such as runs/NAME, mistyped
-        return is_here or not HUB_NAME.fullmatch(str(checkpoint))
+        return path.exists() or _is_misspelt(path) or not HUB_NAME.fullmatch(str(checkpoint))
+
+
+def _is_misspelt(path: Path) -> bool:
+    """Whether it is more likely runs/NAME with a typing error than a name on the Hub."""
+    return len(path.parts) > 1 and path.parent.is_dir() and not path.exists()
 
 
 def _open_hugging_face(name: str, *, device: str, dtype: torch.dtype) -> Opened:

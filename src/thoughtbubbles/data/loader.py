@@ -113,11 +113,10 @@ class _Items:
             self._targets = min(dataset.n_tokens - 1, max_tokens or dataset.n_tokens)
             self.n_items = -(-self._targets // n_tokens) if keep_tail else self._targets // n_tokens
         if self.n_items < 1:
-            raise ValueError(
-                f"{dataset.folder} has no row for n_tokens = {n_tokens} in split {dataset.split!r}: its "
-                f"{dataset.n_tokens} tokens do not fill a window, or no example has a target that counts; "
-                "lower n_tokens or prepare more data"
-            )
+            why = f"its {dataset.n_tokens} tokens do not fill a window; lower n_tokens or prepare more data"
+            if dataset.index.kind == "examples":
+                why = "no example has a target that counts among so many tokens; raise n_tokens or prepare other data"
+            raise ValueError(f"{dataset.folder} has no row for n_tokens = {n_tokens} in split {dataset.split!r}: {why}")
 
     def spans(self, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """First token and number of tokens of each item; its last token is only a target."""

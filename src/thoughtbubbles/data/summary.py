@@ -55,7 +55,9 @@ def _fine_tuning(out: Path) -> list[str]:
         block = min(MOST_BLOCK, _longest_context(data.n_tokens))
         n_rows, per_step = -(-data.n_tokens // block), 8
     else:
-        longest = max(int(np.diff(shard.offsets.astype(np.int64)).max(initial=2)) for shard in data.shards)
+        splits = [open_dataset(out, split=split, verify=False) for split in SPLITS if data.index.splits[split]]
+        sizes = [np.diff(shard.offsets.astype(np.int64)) for split in splits for shard in split.shards]
+        longest = max(int(each.max(initial=2)) for each in sizes)
         block = min(MOST_BLOCK, 1 << max(4, (longest - 1).bit_length()))
         n_rows, per_step = data.n_examples, 32
     tokens = max(LEAST_STEPS, EPOCHS * n_rows // per_step) * per_step * block
@@ -73,7 +75,8 @@ def _next_command(out: Path, index: Index) -> str:
     known = NEXT.get(index.tokenizer, NEXT[TRAINED])
     recipe, block_size = next((name, size) for name, size, least in known if n_tokens >= least)
     mixture = ["--data.mixture", f"{out}=1" if "=" in str(out) else str(out)]
-    if 0 < n_tokens < MUCH and index.tokenizer == read_tokenizer(shipped_model()).name:
+    is_little = n_tokens < MUCH or index.kind == "examples"  # too little for a model from random weights
+    if n_tokens and is_little and index.tokenizer == read_tokenizer(shipped_model()).name:
         return shlex.join(["thoughtbubbles", "train", SHIPPED, "--init-from", SHIPPED, *mixture, *_fine_tuning(out)])
     words = ["thoughtbubbles", "train", recipe, *mixture]
     if index.kind == "text" and n_tokens <= block_size:  # too few for one window of the recipe's context length

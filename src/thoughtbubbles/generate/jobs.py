@@ -121,10 +121,15 @@ def check(config: ModelConfig, request: Request, tokenizer: Tokenizer | None, *,
             f"the prompt has the id {brief(wrong[0])}: the vocabulary has ids from 0 to {config.vocab_size - 1}"
         )
     if len(ids) + (new := 1 if request.max_new is None else request.max_new) > limit:
-        less = f"ask for at most {limit - len(ids)}"
+        if len(ids) < limit:
+            remedy = f"ask for at most {limit - len(ids)}"
+        elif new < limit:
+            remedy = f"shorten the prompt to {limit - new}"
+        else:
+            remedy = f"shorten the prompt and ask for fewer, {limit} in all"
         raise ValueError(
             f"a prompt of {len(ids)} and {brief(new)} new tokens are more than block_size = {limit}, and there is no "
-            f"sliding window: {less if len(ids) < limit else f'shorten the prompt to {max(1, limit - new)}'}"
+            f"sliding window: {remedy}"
         )
     if request.budget is not None and (wrong_budget := budget_problem(config, request.budget)):
         raise ValueError(wrong_budget)

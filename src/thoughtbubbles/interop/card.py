@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = "."  # or the name of this repository
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # needs no custom code
-inputs = tokenizer("Once upon a time", return_tensors="pt")
+inputs = tokenizer("{prompt}", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens={new})[0]))
 """
 WITH_IDS = """\
@@ -49,9 +49,10 @@ from transformers import AutoModelForCausalLM
 
 folder = "."  # or the name of this repository
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-ids = torch.tensor([[1, 2, 3]])  # no tokenizer came with these weights
+ids = torch.tensor([[{ids}]])  # no tokenizer came with these weights
 print(model.generate(ids, max_new_tokens={new})[0])
 """
+PROMPTS = ("Once upon a time", "Once", "O")
 PLAIN = "It is the plain baseline: a GPT without forks."
 COPIES = "It is the copy-{copies} baseline: every embedding is repeated {copies} times, and nothing forks."
 FORKS = """\
@@ -95,8 +96,10 @@ class Fact(NamedTuple):
 def card(name: str, config: ModelConfig, *, parameters: int, dtype: str, folder: Path, has_tokenizer: bool) -> str:
     """`folder` is where the model comes from, inside its run or alone; `dtype` is that of the exported weights."""
     snippet = WITH_TOKENIZER if has_tokenizer else WITH_IDS
-    new = max(1, min(32, config.block_size // 2))  # the other half is for the prompt
-    use = USE.format(snippet=snippet.format(new=new))
+    room = config.block_size // 2  # for the prompt, at a token per character or fewer
+    prompt = next((each for each in PROMPTS if len(each) <= room), PROMPTS[-1])
+    ids = ", ".join(map(str, range(1, 1 + max(1, min(3, room)))))
+    use = USE.format(snippet=snippet.format(new=max(1, min(32, room)), prompt=prompt, ids=ids))
     known = earlier_sections(folder)
     front, begin = known.get("front", FRONT), known.get("begin", "")
     parts = [front, f"# {name}\n", about(config) + "\n", begin, use, "## The model\n"]

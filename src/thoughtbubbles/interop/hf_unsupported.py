@@ -159,10 +159,16 @@ def check_length(block_size: int, settings: GenerationConfig, attention_mask: Te
     else:
         return
     if longest + new > block_size:
-        less = f"ask for at most {block_size - longest}"
+        if longest >= block_size:
+            fits = settings.max_new_tokens is not None and new < block_size
+            remedy = f"shorten the prompt to {block_size - new}" if fits else "shorten the prompt"
+        elif settings.max_new_tokens is None:
+            remedy = f"give max_length of at most {settings.max_length - (longest + new - block_size)}"
+        else:
+            remedy = f"ask for at most {block_size - longest}"
         raise ValueError(
             f"a prompt of {longest} and {new} new tokens are more than block_size = {block_size}, and there is no "
-            f"sliding window: {less if longest < block_size else f'shorten the prompt to {max(1, block_size - new)}'}"
+            f"sliding window: {remedy}"
         )
 
 

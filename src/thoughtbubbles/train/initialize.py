@@ -20,7 +20,7 @@ from thoughtbubbles.checkpoint import (
 )
 from thoughtbubbles.data.tokenizer import NAMED
 from thoughtbubbles.distributed import World
-from thoughtbubbles.files import locked, named, short_name
+from thoughtbubbles.files import SHIPPED, locked, named, short_name
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import RunConfig
@@ -72,7 +72,7 @@ def check_tokenizer(path: Path, of_data: str) -> None:
     except ValueError:  # another project's, or damaged, which the manifest tells
         return
     if theirs is not None and theirs.name != of_data:
-        known = theirs.name if theirs.name in NAMED else path
+        known = theirs.name if theirs.name in NAMED else path if str(path) == SHIPPED else find_model(path)
         raise ValueError(
             f"--init-from {path} was trained with tokenizer {theirs.name!r}, the data is made with {of_data!r}: "
             f"prepare the data with --tokenizer {known}"

@@ -290,7 +290,8 @@ class Trainer:
             of_budget = {} if budget is None else {"budget": budget}
             self.log.write({"step": self.done, "validation_loss": self.validation_loss, **of_budget})
             shown = "  ".join(f"{name} {loss:.4f}" for name, loss in self.validation_loss.items())
-            self.log.say(f"step {self.done}/{self.config.steps}  validation loss: {shown}")
+            at = "" if budget is None else f" (budget {budget:g})"
+            self.log.say(f"step {self.done}/{self.config.steps}  validation loss{at}: {shown}")
         for prompt, text in samples(self.model, self.data, self.config, products=self.products, step=self.done):
             self.log.write({"step": self.done, "sample": text, "prompt": prompt})
             self.log.say(f"  sample: {text!r}")

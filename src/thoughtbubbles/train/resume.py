@@ -1,8 +1,8 @@
 """Resuming a run: reads its settings, finds its newest good checkpoint, and checks that it is the same run.
 
-A run can be made longer or shorter if no finished step would have had another learning rate. The result is then
-bit-identical to a run that had the new number of tokens from the start. The warm-up, a fraction of the steps, keeps its
-original number of steps.
+A run can be made longer or shorter if no finished step would have had another learning rate or budget. The result is
+then bit-identical to a run that had the new number of tokens from the start. The warm-up, a fraction of the steps,
+keeps its original number of steps.
 """
 
 from collections.abc import Callable

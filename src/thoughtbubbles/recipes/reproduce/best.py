@@ -73,12 +73,12 @@ def in_hundredths(costs: Mapping[str, float]) -> dict[str, float]:
 
 
 def frontier(results: Results, costs: Mapping[str, float]) -> list[str]:
-    """From cheap to dear."""
+    """From cheap to dear: each is measurably better than every row that costs less, in the seeds that both have."""
     gaps = {row: gap.mean for row in costs if (gap := difference(results, row, PLAIN)) is not None}
-    found: list[str] = []
-    for row in sorted(gaps, key=lambda row: (in_hundredths(costs)[row], gaps[row])):
-        gain = difference(results, row, found[-1]) if found else None  # in the seeds that both have
-        if not found or (gain is not None and gain.mean < 0 and gain.is_measurable):
+    ordered, found = sorted(gaps, key=lambda row: (in_hundredths(costs)[row], gaps[row])), []
+    for i, row in enumerate(ordered):
+        gains = [gain for other in ordered[:i] if (gain := difference(results, row, other)) is not None]
+        if all(gain.mean < 0 and gain.is_measurable for gain in gains):
             found.append(row)
     return found
 

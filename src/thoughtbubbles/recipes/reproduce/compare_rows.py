@@ -17,8 +17,8 @@ from thoughtbubbles.recipes.reproduce.protocols import PLAIN
 from thoughtbubbles.recipes.reproduce.records import Results, nats
 from thoughtbubbles.recipes.reproduce.study import Record
 
-T_QUANTILES = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}  # 97.5 %, by degrees of freedom
-STRETCHES, OVER_STRETCHES = 64, 2.0  # at most so many of the validation text, and their quantile
+FEW = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}  # 97.5 % quantiles of Student's t, by degrees of freedom
+STRETCHES = 64  # at most so many of the validation text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,8 @@ class Difference:
     """Standard error; None where it cannot be computed."""
     seeds: tuple[int, ...]
     over: Literal["seeds", "windows"]
+    n: int
+    """Seeds, or stretches of windows, that the error is computed from."""
 
     @property
     def is_measurable(self) -> bool:
@@ -38,8 +40,8 @@ class Difference:
 
     @property
     def quantile(self) -> float:
-        """Half the width of that interval, in standard errors: of Student's t with a degree less than seeds."""
-        return T_QUANTILES.get(len(self.seeds) - 1, 2.57) if self.over == "seeds" else OVER_STRETCHES
+        """Half the width of that interval, in standard errors."""
+        return t_quantile(self.n - 1)
 
     @property
     def seeds_in_words(self) -> str:
@@ -54,6 +56,16 @@ class Difference:
     def cell(self) -> str:
         marked = " (over windows, one seed)" if self.over == "windows" else ""
         return f"{signed(self.mean)}{plus_minus(self.error)}{marked}"
+
+
+def t_quantile(degrees: int) -> float:
+    """97.5 %, of Student's t; from five degrees of freedom on by its series around that of the normal distribution."""
+    if degrees in FEW:
+        return FEW[degrees]
+    z = statistics.NormalDist().inv_cdf(0.975)
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / degrees + second / degrees**2 + third / degrees**3
 
 
 def signed(value: float) -> str:
@@ -74,7 +86,8 @@ def difference(results: Results, row: str, other: str) -> Difference | None:
     each = [level(results, row, other, seed) - level(results, other, row, seed) for seed in seeds]
     if len(each) > 1:
         return of_seeds(each, seeds)
-    return Difference(mean=each[0], error=error_over_windows(*pairs[0]), seeds=seeds, over="windows")
+    error, n = error_over_windows(*pairs[0])
+    return Difference(mean=each[0], error=error, seeds=seeds, over="windows", n=n)
 
 
 def level(results: Results, row: str, other: str, seed: int) -> float:
@@ -91,7 +104,7 @@ def common_seeds(results: Results, row: str, other: str) -> tuple[int, ...]:
 def of_seeds(each: Sequence[float], seeds: Sequence[int]) -> Difference:
     """From one difference per seed."""
     error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None
-    return Difference(mean=statistics.fmean(each), error=error, seeds=tuple(seeds), over="seeds")
+    return Difference(mean=statistics.fmean(each), error=error, seeds=tuple(seeds), over="seeds", n=len(each))
 
 
 def window_sizes(record: Record) -> list[int]:
@@ -107,15 +120,15 @@ def window_sizes(record: Record) -> list[int]:
     return [block] * (n - 1) + [last]
 
 
-def error_over_windows(one: Record, two: Record) -> float | None:
-    """With n_i tokens in window i, the difference d_i of its means, and m the difference of all tokens:
+def error_over_windows(one: Record, two: Record) -> tuple[float | None, int]:
+    """And the number of stretches S. With n_i tokens in window i, the difference d_i of its means, and m that of all:
 
     sqrt(S / (S − 1) · Σ_s (Σ_{i in s} n_i (d_i − m))²) / Σ_i n_i, over S stretches s of neighbouring windows, which are
-    often of the same document. None for a single one.
+    often of the same document. None for a single window.
     """
     sizes = window_sizes(one)
     if sizes != window_sizes(two) or len(sizes) < 2:
-        return None
+        return None, 1
     gaps = [a - b for a, b in zip(one["validation"]["windows"], two["validation"]["windows"], strict=True)]
     total = sum(sizes)
     mean = sum(n * gap for n, gap in zip(sizes, gaps, strict=True)) / total
@@ -123,22 +136,22 @@ def error_over_windows(one: Record, two: Record) -> float | None:
     weighted = [n * (gap - mean) for n, gap in zip(sizes, gaps, strict=True)]
     stretches = [sum(weighted[i : i + each]) for i in range(0, len(weighted), each)]
     squares = sum(stretch**2 for stretch in stretches)
-    return math.sqrt(len(stretches) / (len(stretches) - 1) * squares) / total
+    return math.sqrt(len(stretches) / (len(stretches) - 1) * squares) / total, len(stretches)
 
 
 def autoregressive_gap(results: Results, row: str, name: str = "autoregressive - blockwise") -> Difference | None:
     """Between two ways to score a row; None where it was not measured."""
     found = {
-        seed: record["autoregressive"]["differences"][name]
+        seed: (record["autoregressive"]["differences"][name], record["autoregressive"]["windows"])
         for seed, record in results.rows.get(row, {}).items()
         if name in (record.get("autoregressive") or {}).get("differences", {})
     }
     if not found:
         return None
     if len(found) > 1:
-        return of_seeds([gap["mean"] for gap in found.values()], tuple(found))
-    (gap,) = found.values()
-    return Difference(mean=gap["mean"], error=gap["standard_error"], seeds=tuple(found), over="windows")
+        return of_seeds([gap["mean"] for gap, _ in found.values()], tuple(found))
+    ((gap, n),) = found.values()
+    return Difference(mean=gap["mean"], error=gap["standard_error"], seeds=tuple(found), over="windows", n=n)
 
 
 def curve_of(record: Record) -> dict[int, float]:

@@ -247,7 +247,8 @@ def zero_shot_sentences(results: Results, tasks: Mapping[str, str]) -> list[str]
         if gap.is_measurable
     ]
     first = f"Of {len(found)} differences to `{PLAIN}`, paired by seed, {len(clear) or 'none'} can be measured"
-    return [f"{first}{': ' * bool(clear)}{'; '.join(clear)}."]
+    chance = f"At 95 % confidence, about {0.05 * len(found):.1f} of them would be measured by chance alone"
+    return [f"{first}{': ' * bool(clear)}{'; '.join(clear)}. {chance}."]
 
 
 def zero_shot_difference(results: Results, row: str, task: str) -> Difference | None:

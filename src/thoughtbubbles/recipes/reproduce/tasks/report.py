@@ -97,7 +97,11 @@ def gap(found: Records, form: str, other: str, value: Callable[[Record], float])
     each = [100 * (value(found[form][seed]) - value(found[other][seed])) for seed in seeds]
     if not seeds:
         return None
-    return of_seeds(each, seeds) if len(seeds) > 1 else Difference(mean=each[0], error=None, seeds=seeds, over="seeds")
+    return (
+        of_seeds(each, seeds)
+        if len(seeds) > 1
+        else Difference(mean=each[0], error=None, seeds=seeds, over="seeds", n=1)
+    )
 
 
 def points(difference: Difference) -> str:

@@ -72,7 +72,8 @@ def _against_plain(found: Records, row: str, seed: int, stage: str) -> str:
         for each in (row, PLAIN)
     )
     gap = one["validation"]["nats"] - two["validation"]["nats"]
-    return f"{signed(gap)}{plus_minus(error_over_windows(one, two))}"
+    error, _ = error_over_windows(one, two)
+    return f"{signed(gap)}{plus_minus(error)}"
 
 
 def _about(found: Records) -> str:
