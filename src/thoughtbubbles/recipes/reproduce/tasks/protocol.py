@@ -10,7 +10,7 @@ none is seen twice.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -56,11 +56,14 @@ class Form:
     what: str
     model: Mapping[str, Any]
     """Fields of the model that differ from plain."""
+    budgets: tuple[float, ...] = ()
+    """Of which each step draws one, instead of the model's own."""
 
 
 FORMS = {
     "plain": Form(what="plain GPT, 2 heads", model={}),
     "heads": Form(what="plain GPT, 4 heads", model={"n_head": 4}),
+    "deep": Form(what="plain GPT, 7 layers, as many as a fork passes in `r1.25-again`", model={"n_layer": 7}),
     "r1": Form(what="scores and attenuation, no fork survives", model={**FORKS, "budget": 1}),
     "copy-2": Form(what="every embedding twice", model={"copies": 2}),
     "block-r2": Form(what="block selection, 2 streams per token", model={**FORKS, "selection": "block", "budget": 2}),
@@ -68,6 +71,13 @@ FORMS = {
     "r1.25": Form(what="causal selection, 5 streams per 4 tokens", model={**FORKS, "budget": 1.25}),
     "r2": Form(what="causal selection, 2 streams per token", model={**FORKS, "budget": 2}),
     "r4": Form(what="causal selection, 4 streams per token", model={**FORKS, "budget": 4}),
+    "r2-elastic": Form(
+        what="`r2`, each step with 1 or 2 streams per token", model={**FORKS, "budget": 2}, budgets=(1.0, 2.0)
+    ),
+    "r1.25-again": Form(
+        what="5 streams per 4 tokens, forks before block 1, private, blocks 1 to 3 twice for them",
+        model={**FORKS, "fork_layers": (1,), "budget": 1.25, "fork_reach": 0, "second_pass": 1},
+    ),
 }
 
 
@@ -115,6 +125,7 @@ def run_of(name: str, row: TaskRow, seed: int, scale: Scale = FULL, *, data: str
         model=model,
         tokens=steps * per_step,
         tokens_per_step=per_step,
+        budgets=FORMS[row.form].budgets,
         data=DataConfig(mixture=(f"{data}=1",)),  # with a weight: a path may have a "="
         optim=OptimConfig(lr=tuned if row.lr is None else row.lr, warmup=0.05),
         save=SaveConfig(every=max(1, steps // 4), keep=1),
@@ -133,7 +144,9 @@ def steps_of(row: TaskRow, scale: Scale = FULL) -> int:
 def flops_per_row(row: TaskRow, scale: Scale = FULL) -> float:
     """Forward and backward of a training example at its real length: padding does not count as work."""
     model, counts = model_of(row, scale), lengths(row.task)
-    return sum(n * flops(model, n_tokens) for n_tokens, n in counts.items()) / sum(counts.values())
+    each = [replace(model, budget=budget) for budget in FORMS[row.form].budgets] or [model]
+    whole = sum(n * flops(one, n_tokens) for one in each for n_tokens, n in counts.items())
+    return whole / len(each) / sum(counts.values())
 
 
 @cache

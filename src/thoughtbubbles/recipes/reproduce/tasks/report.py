@@ -18,9 +18,9 @@ from thoughtbubbles.recipes.reproduce.tasks.protocol import FORMS, SEEDS, SWEPT_
 from thoughtbubbles.recipes.reproduce.tasks.records import accuracy, hard_accuracy, hard_streams, streams
 
 Records = Mapping[str, Mapping[int, Record]]  # of a task, by form and seed
-RIVALS = ("plain", "heads", "r1", "copy-2")  # what bubbles have to beat, at the same FLOPs
-BUBBLES = ("r1.25", "r2", "r4")
-FORKING = ("block-r2", "block-r4", "r1.25", "r2", "r4")
+RIVALS = ("plain", "heads", "deep", "r1", "copy-2")  # what bubbles have to beat, at the same FLOPs
+BUBBLES = ("r1.25", "r2", "r4", "r2-elastic", "r1.25-again")
+FORKING = ("block-r2", "block-r4", *BUBBLES)
 
 
 def of_task(records: Mapping[str, Mapping[int, Record]], task: str) -> Records:
