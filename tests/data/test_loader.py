@@ -314,7 +314,7 @@ def test_examples_are_counted_over_the_edges_of_parts(n, tmp_path, monkeypatch):
 
 def test_a_folder_without_targets_is_refused(tmp_path):
     folder = example_folder(tmp_path, [([1, 2, 3], [1, 0, 0])])
-    with pytest.raises(ValueError, match=r"no row for n_tokens = 4"):
+    with pytest.raises(ValueError, match=r"no row for n_tokens = 4 in split 'train': no example has .* raise n_tokens"):
         Loader([Source(folder)], rows=1, n_tokens=4, seed=0)
     one = ShardWriter(tmp_path / "empty", "train", kind="examples", shard_tokens=10)
     one._finish_shard()  # another tool could write this: a shard without an example

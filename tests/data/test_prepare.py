@@ -1,15 +1,11 @@
 """Preparation: what is written, the same bytes for any number of processes, the validation split."""
 
-import shlex
-
 import pytest
 
 from data.prepared import CORPUS_OPTIONS, contents, documents, random_texts, run, write_lines
-from thoughtbubbles.data.loader import Loader, Source
 from thoughtbubbles.data.prepare import prepare
 from thoughtbubbles.data.shards import open_dataset
-from thoughtbubbles.data.summary import NEXT, VOCAB_SIZE
-from thoughtbubbles.data.tokenizer import TRAINED, tokenizer
+from thoughtbubbles.data.tokenizer import tokenizer
 
 
 def test_text(tmp_path, capsys):
@@ -204,24 +200,3 @@ def test_a_small_validation_split_is_pointed_out(tokens, is_small, tmp_path, cap
     options = {"val": (str(tmp_path / "val.txt"),), "tokenizer": "bytes", "processes": 1}
     prepare((str(tmp_path / "train.txt"),), out=tmp_path / "out", **options)
     assert ("val is very small (fewer than 10,000 tokens)" in capsys.readouterr().out) == is_small
-
-
-def test_the_next_command_fits_little_text_and_odd_names(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("0123456789")
-    out = tmp_path / "a folder=2"
-    prepare((str(tmp_path / "a.txt"),), out=out, tokenizer="bytes", processes=1)
-    command = capsys.readouterr().out.splitlines()[-1]
-    assert command == f"next: thoughtbubbles train tiny --data.mixture '{out}=1' --model.block-size 8"
-    loader = Loader([Source.parse(shlex.split(command)[5])], rows=2, n_tokens=8, seed=0)
-    assert loader.batch(0).ids.tolist() == [list(b"01234567")] * 2
-
-
-def test_the_next_command_names_recipes_as_they_are():
-    from thoughtbubbles.recipes import recipe
-
-    for name, choices in NEXT.items():
-        for recipe_name, block_size, _ in choices:
-            config = recipe(recipe_name)
-            assert config.model.block_size == block_size
-            assert config.model.vocab_size >= (VOCAB_SIZE if name == TRAINED else tokenizer(name).size)
-            assert config.tokens_per_step & -config.tokens_per_step >= block_size  # so a shorter power of two fits too

@@ -11,7 +11,6 @@ import pytest
 import thoughtbubbles
 from data.prepared import contents, random_texts, run, write_lines
 from thoughtbubbles.cli import main
-from thoughtbubbles.data import summary
 from thoughtbubbles.data.loader import Loader, Source
 from thoughtbubbles.data.prepare import prepare
 from thoughtbubbles.data.shards import open_dataset, read_index
@@ -71,31 +70,6 @@ def test_the_folder_has_a_tokenizer_next_to_its_shards(source, whole, tmp_path, 
     assert shown.endswith(f"next: thoughtbubbles train small-gpt2 --data.mixture {whole} --model.vocab-size 320\n")
     with pytest.raises(ValueError, match=r"a prepared dataset with other settings \(vocab_size = 300\)"):
         prepare((str(source),), out=whole, val_fraction=0.1, **{**BPE, "vocab_size": 301})
-
-
-def test_what_to_do_next_with_tokens_of_the_model_in_the_package(tmp_path, capsys, monkeypatch):
-    """Fine-tuning it: rows as long as the examples need, and enough steps to learn something from a few."""
-    begin = "next: thoughtbubbles train bubbles-7m --init-from bubbles-7m --data.mixture"
-    lines = [{"question": f"How long is {'very ' * 20}long?", "answer": str(i)} for i in range(4)]
-    prepare((str(write_lines(tmp_path / "a.jsonl", lines)),), out=tmp_path / "a", tokenizer="bubbles-7m", processes=1)
-    (longest,) = {len(shard.tokens) // 4 for shard in open_dataset(tmp_path / "a", split="train").shards}
-    assert 16 < longest <= 32
-    rows = "--model.block-size 32 --tokens-per-step 1024 --tokens 102400 --optim.lr 1e-3"
-    assert capsys.readouterr().out.endswith(f"{begin} {tmp_path / 'a'} {rows}\n")
-    more = write_lines(tmp_path / "val.jsonl", [{"question": "How long is it? " + "very " * 60, "answer": "long"}])
-    settings = {"tokenizer": "bubbles-7m", "processes": 1}
-    index = prepare((str(tmp_path / "a.jsonl"),), out=tmp_path / "c", val=(str(more),), **settings)
-    shown = capsys.readouterr().out
-    assert "--model.block-size 128 --tokens-per-step 4096 " in shown  # as long as validation needs
-    monkeypatch.chdir(tmp_path)
-    main([*shown.rsplit("next: thoughtbubbles ", 1)[1].split(), "--dry-run"])
-    text = write_lines(tmp_path / "b.jsonl", [{"text": "one two three four five " * 60}])
-    prepare((str(text),), out=tmp_path / "b", tokenizer="bubbles-7m", processes=1)
-    rows = "--model.block-size 256 --tokens-per-step 2048 --tokens 204800 --optim.lr 1e-3"
-    assert capsys.readouterr().out.endswith(f"{begin} {tmp_path / 'b'} {rows}\n")
-    monkeypatch.setattr(summary, "MUCH", 1)  # however many examples: they are for fine-tuning
-    summary.summarize(tmp_path / "c", index)
-    assert f"{begin} {tmp_path / 'c'} --model" in capsys.readouterr().out
 
 
 def test_a_second_folder_with_the_tokenizer_of_the_first(whole, tmp_path):

@@ -357,19 +357,6 @@ def test_the_block_size_is_the_end(tmp_path):
         model(torch.tensor([[1]]), past_key_values=cache)
 
 
-def test_bad_ways_to_generate(tmp_path):
-    model, _ = pair(tmp_path / "model", "causal")
-    right = {"input_ids": torch.tensor([[1, 2, 3], [4, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
-    with pytest.raises(ValueError, match="pad on the left"):
-        model.generate(**right, max_new_tokens=2)
-    with pytest.raises(ValueError, match="cache_implementation = 'static'"):
-        model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, cache_implementation="static")
-    with pytest.raises(ValueError, match="budgets"):
-        model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, budgets=2)
-    with pytest.raises(ValueError, match="budget = 0 is below 1"):
-        model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, budget=0)
-
-
 @pytest.mark.parametrize("selection", slow_but(["causal"], ["causal", "block"]))
 def test_the_pipeline(tmp_path, selection):
     core = lively_model(config_of("causal", vocab_size=300, selection=selection), dtype=torch.float64).eval()

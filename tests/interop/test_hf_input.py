@@ -154,3 +154,16 @@ def test_a_config_that_asks_for_too_much(tmp_path, name):
     with pytest.raises(ValueError, match=f"{name}: .* use trace="):
         model(ids)
     assert model(ids, **{name: False}).logits.shape == (1, 3, 23)
+
+
+def test_bad_ways_to_generate(tmp_path):
+    model, _ = pair(tmp_path / "model", "causal")
+    right = {"input_ids": torch.tensor([[1, 2, 3], [4, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
+    with pytest.raises(ValueError, match="pad on the left"):
+        model.generate(**right, max_new_tokens=2)
+    with pytest.raises(ValueError, match="cache_implementation = 'static'"):
+        model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, cache_implementation="static")
+    with pytest.raises(ValueError, match="budgets"):
+        model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, budgets=2)
+    with pytest.raises(ValueError, match="budget = 0 is below 1"):
+        model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, budget=0)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from thoughtbubbles.checkpoint import CONFIG, find_model, load, load_tokenizer
+from thoughtbubbles.checkpoint import CONFIG, WANTED, find_model, load, load_tokenizer
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.files import SHIPPED, named, read_object, short_name
 from thoughtbubbles.model.budget import BudgetLike
@@ -120,8 +120,8 @@ def open_model(checkpoint: str | Path | None, *, device: str = "cpu", dtype: tor
     if is_ours(checkpoint):
         if checkpoint is not None and HUB_NAME.fullmatch(str(checkpoint)) and _is_misspelt(path := Path(checkpoint)):
             raise ValueError(
-                f"{path} does not exist: give a model folder, a checkpoint or a run; for the model of this name on the "
-                f"Hub, call the command where there is no folder {path.parent}"
+                f"{path} does not exist: {WANTED}; for the model of this name on the Hub, call the command where there "
+                f"is no folder {path.parent}"
             )
         folder = find_model(checkpoint)
         return Opened(

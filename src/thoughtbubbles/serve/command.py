@@ -21,6 +21,7 @@ from thoughtbubbles.files import named, or_shipped, read_bytes
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 KEY_VARIABLE = "THOUGHTBUBBLES_API_KEY"
 MOST_SECONDS = 1e6
+ON_THIS_COMPUTER = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # of hosts that are all of its addresses
 
 
 def serve(
@@ -260,9 +261,9 @@ def _errors_of(listener: socket.socket, host: str, port: int) -> Iterator[None]:
 
 def _also(host: str) -> str:
     """`address_of` gives one that works in a browser on this computer."""
-    return "also under the computer's other addresses; " if host in ("0.0.0.0", "::") else ""
+    return "also under the computer's other addresses; " if host in ON_THIS_COMPUTER else ""
 
 
 def address_of(listener: socket.socket, host: str) -> str:
-    name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    name = ON_THIS_COMPUTER.get(host, host)
     return f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}/"

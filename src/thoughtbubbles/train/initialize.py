@@ -72,7 +72,8 @@ def check_tokenizer(path: Path, of_data: str) -> None:
     except ValueError:  # another project's, or damaged, which the manifest tells
         return
     if theirs is not None and theirs.name != of_data:
-        known = theirs.name if theirs.name in NAMED else path if str(path) == SHIPPED else find_model(path)
+        folder = path if str(path) == SHIPPED else find_model(path)
+        known = theirs.name if theirs.name in NAMED else folder
         raise ValueError(
             f"--init-from {path} was trained with tokenizer {theirs.name!r}, the data is made with {of_data!r}: "
             f"prepare the data with --tokenizer {known}"

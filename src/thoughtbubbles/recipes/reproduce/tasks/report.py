@@ -95,13 +95,7 @@ def gap(found: Records, form: str, other: str, value: Callable[[Record], float])
     """In percentage points, paired by seed; None without a common seed."""
     seeds = tuple(sorted(found.get(form, {}).keys() & found.get(other, {}).keys()))
     each = [100 * (value(found[form][seed]) - value(found[other][seed])) for seed in seeds]
-    if not seeds:
-        return None
-    return (
-        of_seeds(each, seeds)
-        if len(seeds) > 1
-        else Difference(mean=each[0], error=None, seeds=seeds, over="seeds", n=1)
-    )
+    return of_seeds(each, seeds) if seeds else None
 
 
 def points(difference: Difference) -> str:
