@@ -1,6 +1,7 @@
 """`reproduce tasks`: equal FLOPs, records of a real row, tables and answers from made-up records."""
 
 import json
+from collections import defaultdict
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
