@@ -73,6 +73,9 @@ class ModelConfig:
     second_pass: int | None = None
     """Forks alone go through the blocks from this one to the last a second time: depth for the prediction, none for the
     state. Needs `fork_reach=0`, and no fork layer after this block. None: no second pass."""
+    deep_memory: bool = False
+    """Originals go through all blocks first; then forks, which read keys and values made from the originals' last states.
+    Needs `fork_reach=0` and a single fork layer."""
     gate_qk: bool = True
     """Add the key's log score to the attention logits."""
     gate_v: bool = True
@@ -132,6 +135,7 @@ class ModelConfig:
             "own_scores",
             "relative_scores",
             "head_gate",
+            "deep_memory",
             "authors_compat",
         ):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "give True or False")
@@ -186,6 +190,11 @@ class ModelConfig:
         )
         if self.second_pass is not None:
             self._check_second_pass()
+        if self.deep_memory:
+            name, on = "deep_memory", self.deep_memory
+            _require(len(self.fork_layers) == 1, name, on, "give one fork layer")
+            _require(self.fork_reach == 0, name, on, "later tokens must not see forks: set fork_reach=0")
+            _require(self.second_pass is None, name, on, "leave second_pass None")
         _require(
             self.budget_mode == "proportional" or self.selection == "block",
             "budget_mode",

@@ -21,11 +21,13 @@ from thoughtbubbles.model.block import Block, Residual
 from thoughtbubbles.model.budget import Budget, BudgetLike
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.fork import ForkLayer, ForkRecord, ScoreHead
+from thoughtbubbles.model.gradients import gather_with_inverse
 from thoughtbubbles.model.initial import SkipInit, draw_normal, has_numbers
 from thoughtbubbles.model.layout import Layout, find_layout
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.second_pass import KeysValues, keeping, second_pass
-from thoughtbubbles.model.streams import Streams, accumulation_dtype
+from thoughtbubbles.model.selection import pack
+from thoughtbubbles.model.streams import Streams, accumulation_dtype, is_original, take_or_zero
 
 
 class Output(NamedTuple):
@@ -183,6 +185,8 @@ class Thoughtbubbles(nn.Module):
                 if layout.reach is not None and not takes_kernel:
                     layout = layout._replace(visible=layout.reach.visible())  # once for all blocks
                 forks.append(ForkRecord(*record[:-1], layer))  # type: ignore[call-arg]
+                if self.config.deep_memory:
+                    return self.read_finished(layer, streams, layout, path, n_tokens=n_tokens), tuple(forks)
             residual = block(residual, layout, path)
         streams = self.apply_update(streams, residual, layout)
         if again is not None:
@@ -191,6 +195,29 @@ class Thoughtbubbles(nn.Module):
             n_forks = n_slots - (n_tokens if given.rule.fixed_tokens is None else 1)
             streams = second_pass(blocks, streams, layout, kept, attend, n_tokens=n_tokens, n_forks=n_forks)
         return streams, tuple(forks)
+
+    def read_finished(
+        self, layer: int, streams: Streams, layout: Layout, path: AttentionPath, *, n_tokens: int
+    ) -> Streams:
+        """Originals through all blocks; then forks, next to the originals as they are in the end."""
+        original = is_original(streams.token, n_tokens)
+        own, place = pack(original, n_tokens)
+        alone = Streams(
+            gather_with_inverse(streams.x, own, place[..., None]),
+            gather_with_inverse(streams.log_score, own, place[..., None]),
+            torch.where(own < streams.token.shape[1], take_or_zero(streams.token, own), n_tokens),
+        )
+        first = self.layout(alone, n_tokens)._replace(reach=None)
+        residual = Residual(alone.x)
+        for block in self.blocks[layer:]:
+            residual = block(residual, first, path)
+        last = self.apply_update(alone, residual, first).x
+        memory = gather_with_inverse(last, place, own[..., None])
+        x = torch.where(original[..., None], memory, streams.x)
+        for block in self.blocks[layer:]:
+            after = block(Residual(x), layout, path).total(layout.gate)
+            x = torch.where(original[..., None], memory, after)
+        return Streams(x, streams.log_score, streams.token)
 
     def layout(self, streams: Streams, n_tokens: int, *, has_forked: bool = True) -> Layout:
         return find_layout(streams, self.config, n_tokens=n_tokens, has_forked=has_forked)

@@ -229,6 +229,15 @@ def screen() -> Protocol:
             )
             for layer in (3, 6)
         },
+        **{
+            f"state-{layer}-deep{how}": Row(
+                what=f"`state-{layer}`, forks read the last states of earlier tokens{says}",
+                model={**forks(2, layers=(layer,), **STATE, deep_memory=True), **change},
+                optim=forked,
+            )
+            for layer in (0, 3, 6)
+            for how, says, change in (("", "", {}), ("-residual", "; both predict", {"merge": "residual"}))
+        },
         **gated_forks(),
         "r2-private-gate": Row(
             what="r = 2, private forks, a sigmoid gate per head",
