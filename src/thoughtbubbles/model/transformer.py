@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from thoughtbubbles.model.fork import ForkLayer, ForkRecord, ScoreHead
 from thoughtbubbles.model.gradients import gather_with_inverse
 from thoughtbubbles.model.initial import SkipInit, draw_normal, has_numbers
 from thoughtbubbles.model.layout import Layout, find_layout
+from thoughtbubbles.model.linear import Linear
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.second_pass import KeysValues, keeping, second_pass
 from thoughtbubbles.model.selection import pack
@@ -69,6 +71,8 @@ class Thoughtbubbles(nn.Module):
                 }
             )
             self.final_norm = nn.LayerNorm(config.width)
+            self.previous = Linear(config.width, config.width) if config.previous_state else None
+            self.previous_norm = nn.LayerNorm(config.width) if config.previous_state else None
         self.init_weights()
 
     @torch.no_grad()
@@ -90,7 +94,7 @@ class Thoughtbubbles(nn.Module):
         deviations = {"embedding.weight": 0.02}
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                deviations[f"{name}.weight"] = into_residual if name.endswith((".out", ".down")) else 0.02
+                deviations[f"{name}.weight"] = into_residual if name.endswith((".out", ".down", "previous")) else 0.02
                 nn.init.zeros_(module.bias)
             elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
                 module.reset_parameters()
@@ -185,7 +189,7 @@ class Thoughtbubbles(nn.Module):
                 if layout.reach is not None and not takes_kernel:
                     layout = layout._replace(visible=layout.reach.visible())  # once for all blocks
                 forks.append(ForkRecord(*record[:-1], layer))  # type: ignore[call-arg]
-                if self.config.deep_memory:
+                if self.config.originals_first:
                     return self.read_finished(layer, streams, layout, path, n_tokens=n_tokens), tuple(forks)
             residual = block(residual, layout, path)
         streams = self.apply_update(streams, residual, layout)
@@ -208,16 +212,24 @@ class Thoughtbubbles(nn.Module):
             torch.where(own < streams.token.shape[1], take_or_zero(streams.token, own), n_tokens),
         )
         first = self.layout(alone, n_tokens)._replace(reach=None)
-        residual = Residual(alone.x)
+        residual, before = Residual(alone.x), []
         for block in self.blocks[layer:]:
+            if not self.config.deep_memory:
+                residual = Residual(residual.total(first.gate))
+                before.append(gather_with_inverse(residual.x, place, own[..., None]))
             residual = block(residual, first, path)
         last = self.apply_update(alone, residual, first).x
         memory = gather_with_inverse(last, place, own[..., None])
-        x = torch.where(original[..., None], memory, streams.x)
-        for block in self.blocks[layer:]:
-            after = block(Residual(x), layout, path).total(layout.gate)
-            x = torch.where(original[..., None], memory, after)
-        return Streams(x, streams.log_score, streams.token)
+        seen = [memory] * len(self.blocks[layer:]) if self.config.deep_memory else before
+        x = streams.x
+        if self.previous is not None:
+            said = F.pad(self.previous(self.previous_norm(last[:, :-1])), (0, 0, 1, 0))
+            # A trial with one fork per token, directly left of its original.
+            x = x + F.pad(gather_with_inverse(said, place, own[..., None])[:, 1:], (0, 0, 0, 1))
+        for block, other in zip(self.blocks[layer:], seen, strict=True):
+            x = torch.where(original[..., None], other, x)
+            x = block(Residual(x), layout, path).total(layout.gate)
+        return Streams(torch.where(original[..., None], memory, x), streams.log_score, streams.token)
 
     def layout(self, streams: Streams, n_tokens: int, *, has_forked: bool = True) -> Layout:
         return find_layout(streams, self.config, n_tokens=n_tokens, has_forked=has_forked)

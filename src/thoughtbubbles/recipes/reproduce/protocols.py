@@ -238,6 +238,11 @@ def screen() -> Protocol:
             for layer in (0, 3, 6)
             for how, says, change in (("", "", {}), ("-residual", "; both predict", {"merge": "residual"}))
         },
+        "state-3-previous": Row(
+            what="`state-3`, forks start from the last state of the previous token too",
+            model=forks(2, layers=(3,), **STATE, previous_state=True),
+            optim=forked,
+        ),
         **gated_forks(),
         "r2-private-gate": Row(
             what="r = 2, private forks, a sigmoid gate per head",
