@@ -79,6 +79,9 @@ class ModelConfig:
     previous_state: bool = False
     """Originals go through all blocks first; then forks, which start from their parent's state plus a projection of the
     last state of the previous token. Needs `fork_reach=0` and a single fork layer."""
+    after_original: bool = False
+    """Forks start from the last state of their own token's original and go through the blocks from the fork layer on,
+    next to originals as they were there. Needs `fork_reach=0` and a single fork layer."""
     gate_qk: bool = True
     """Add the key's log score to the attention logits."""
     gate_v: bool = True
@@ -140,6 +143,7 @@ class ModelConfig:
             "head_gate",
             "deep_memory",
             "previous_state",
+            "after_original",
             "authors_compat",
         ):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "give True or False")
@@ -195,7 +199,7 @@ class ModelConfig:
         if self.second_pass is not None:
             self._check_second_pass()
         if self.originals_first:
-            name, on = "deep_memory" if self.deep_memory else "previous_state", True
+            name, on = "deep_memory, previous_state, after_original", True
             _require(len(self.fork_layers) == 1, name, on, "give one fork layer")
             _require(self.fork_reach == 0, name, on, "later tokens must not see forks: set fork_reach=0")
             _require(self.second_pass is None, name, on, "leave second_pass None")
@@ -253,7 +257,7 @@ class ModelConfig:
 
     @property
     def originals_first(self) -> bool:
-        return self.deep_memory or self.previous_state
+        return self.deep_memory or self.previous_state or self.after_original
 
     @property
     def form(self) -> Form:

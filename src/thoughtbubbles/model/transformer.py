@@ -222,6 +222,8 @@ class Thoughtbubbles(nn.Module):
         memory = gather_with_inverse(last, place, own[..., None])
         seen = [memory] * len(self.blocks[layer:]) if self.config.deep_memory else before
         x = streams.x
+        if self.config.after_original:
+            x = F.pad(memory[:, 1:], (0, 0, 0, 1)) + self.forks[str(layer)].embedding.to(memory.dtype)
         if self.previous is not None:
             said = F.pad(self.previous(self.previous_norm(last[:, :-1])), (0, 0, 1, 0))
             # A trial with one fork per token, directly left of its original.

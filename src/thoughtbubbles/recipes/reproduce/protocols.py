@@ -238,6 +238,11 @@ def screen() -> Protocol:
             for layer in (0, 3, 6)
             for how, says, change in (("", "", {}), ("-residual", "; both predict", {"merge": "residual"}))
         },
+        "state-3-after": Row(
+            what="`state-3`, but forks start from the last state of their token and go through blocks 3 to 11",
+            model=forks(2, layers=(3,), **STATE, after_original=True),
+            optim=forked,
+        ),
         "state-3-previous": Row(
             what="`state-3`, forks start from the last state of the previous token too",
             model=forks(2, layers=(3,), **STATE, previous_state=True),
