@@ -73,6 +73,15 @@ class ModelConfig:
     second_pass: int | None = None
     """Forks alone go through the blocks from this one to the last a second time: depth for the prediction, none for the
     state. Needs `fork_reach=0`, and no fork layer after this block. None: no second pass."""
+    deep_memory: bool = False
+    """Originals go through all blocks first; then forks, which read keys and values made from the last states of
+    originals. Needs `fork_reach=0` and a single fork layer."""
+    previous_state: bool = False
+    """Originals go through all blocks first; then forks, which start from their parent's state plus a projection of the
+    last state of the previous token. Needs `fork_reach=0` and a single fork layer."""
+    after_original: bool = False
+    """Forks start from the last state of their own token's original and go through the blocks from the fork layer on,
+    next to originals as they were there. Needs `fork_reach=0` and a single fork layer."""
     gate_qk: bool = True
     """Add the key's log score to the attention logits."""
     gate_v: bool = True
@@ -132,6 +141,9 @@ class ModelConfig:
             "own_scores",
             "relative_scores",
             "head_gate",
+            "deep_memory",
+            "previous_state",
+            "after_original",
             "authors_compat",
         ):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "give True or False")
@@ -186,6 +198,11 @@ class ModelConfig:
         )
         if self.second_pass is not None:
             self._check_second_pass()
+        if self.originals_first:
+            name, on = "deep_memory, previous_state, after_original", True
+            _require(len(self.fork_layers) == 1, name, on, "give one fork layer")
+            _require(self.fork_reach == 0, name, on, "later tokens must not see forks: set fork_reach=0")
+            _require(self.second_pass is None, name, on, "leave second_pass None")
         _require(
             self.budget_mode == "proportional" or self.selection == "block",
             "budget_mode",
@@ -237,6 +254,10 @@ class ModelConfig:
     def is_causal(self) -> bool:
         """Whether a token's streams depend on tokens up to it only, so that nothing is ever revised."""
         return not self.fork_layers or self.selection == "causal"
+
+    @property
+    def originals_first(self) -> bool:
+        return self.deep_memory or self.previous_state or self.after_original
 
     @property
     def form(self) -> Form:

@@ -56,6 +56,8 @@ def flops(config: ModelConfig, n_tokens: int) -> int:
         forks = streams[-1] - n_tokens
         pairs = visible_pairs(config, streams[-1], n_tokens, n_queries=forks)
         blocks += (config.n_layer - config.second_pass) * (6 * weights * forks + 12 * width * pairs)
+    if config.deep_memory:  # keys and values of the last states
+        blocks += (config.n_layer - config.fork_layers[0]) * 12 * width**2 * n_tokens
     return round(blocks) + 6 * width * config.vocab_size * decoded  # output projection
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -21,11 +22,14 @@ from thoughtbubbles.model.block import Block, Residual
 from thoughtbubbles.model.budget import Budget, BudgetLike
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.fork import ForkLayer, ForkRecord, ScoreHead
+from thoughtbubbles.model.gradients import gather_with_inverse
 from thoughtbubbles.model.initial import SkipInit, draw_normal, has_numbers
 from thoughtbubbles.model.layout import Layout, find_layout
+from thoughtbubbles.model.linear import Linear
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.second_pass import KeysValues, keeping, second_pass
-from thoughtbubbles.model.streams import Streams, accumulation_dtype
+from thoughtbubbles.model.selection import pack
+from thoughtbubbles.model.streams import Streams, accumulation_dtype, is_original, take_or_zero
 
 
 class Output(NamedTuple):
@@ -67,6 +71,8 @@ class Thoughtbubbles(nn.Module):
                 }
             )
             self.final_norm = nn.LayerNorm(config.width)
+            self.previous = Linear(config.width, config.width) if config.previous_state else None
+            self.previous_norm = nn.LayerNorm(config.width) if config.previous_state else None
         self.init_weights()
 
     @torch.no_grad()
@@ -88,7 +94,7 @@ class Thoughtbubbles(nn.Module):
         deviations = {"embedding.weight": 0.02}
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                deviations[f"{name}.weight"] = into_residual if name.endswith((".out", ".down")) else 0.02
+                deviations[f"{name}.weight"] = into_residual if name.endswith((".out", ".down", "previous")) else 0.02
                 nn.init.zeros_(module.bias)
             elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
                 module.reset_parameters()
@@ -183,6 +189,8 @@ class Thoughtbubbles(nn.Module):
                 if layout.reach is not None and not takes_kernel:
                     layout = layout._replace(visible=layout.reach.visible())  # once for all blocks
                 forks.append(ForkRecord(*record[:-1], layer))  # type: ignore[call-arg]
+                if self.config.originals_first:
+                    return self.read_finished(layer, streams, layout, path, n_tokens=n_tokens), tuple(forks)
             residual = block(residual, layout, path)
         streams = self.apply_update(streams, residual, layout)
         if again is not None:
@@ -191,6 +199,39 @@ class Thoughtbubbles(nn.Module):
             n_forks = n_slots - (n_tokens if given.rule.fixed_tokens is None else 1)
             streams = second_pass(blocks, streams, layout, kept, attend, n_tokens=n_tokens, n_forks=n_forks)
         return streams, tuple(forks)
+
+    def read_finished(
+        self, layer: int, streams: Streams, layout: Layout, path: AttentionPath, *, n_tokens: int
+    ) -> Streams:
+        """Originals through all blocks; then forks, next to the originals as they are in the end."""
+        original = is_original(streams.token, n_tokens)
+        own, place = pack(original, n_tokens)
+        alone = Streams(
+            gather_with_inverse(streams.x, own, place[..., None]),
+            gather_with_inverse(streams.log_score, own, place[..., None]),
+            torch.where(own < streams.token.shape[1], take_or_zero(streams.token, own), n_tokens),
+        )
+        first = self.layout(alone, n_tokens)._replace(reach=None)
+        residual, before = Residual(alone.x), []
+        for block in self.blocks[layer:]:
+            if not self.config.deep_memory:
+                residual = Residual(residual.total(first.gate))
+                before.append(gather_with_inverse(residual.x, place, own[..., None]))
+            residual = block(residual, first, path)
+        last = self.apply_update(alone, residual, first).x
+        memory = gather_with_inverse(last, place, own[..., None])
+        seen = [memory] * len(self.blocks[layer:]) if self.config.deep_memory else before
+        x = streams.x
+        if self.config.after_original:
+            x = F.pad(memory[:, 1:], (0, 0, 0, 1)) + self.forks[str(layer)].embedding.to(memory.dtype)
+        if self.previous is not None:
+            said = F.pad(self.previous(self.previous_norm(last[:, :-1])), (0, 0, 1, 0))
+            # A trial with one fork per token, directly left of its original.
+            x = x + F.pad(gather_with_inverse(said, place, own[..., None])[:, 1:], (0, 0, 0, 1))
+        for block, other in zip(self.blocks[layer:], seen, strict=True):
+            x = torch.where(original[..., None], other, x)
+            x = block(Residual(x), layout, path).total(layout.gate)
+        return Streams(torch.where(original[..., None], memory, x), streams.log_score, streams.token)
 
     def layout(self, streams: Streams, n_tokens: int, *, has_forked: bool = True) -> Layout:
         return find_layout(streams, self.config, n_tokens=n_tokens, has_forked=has_forked)

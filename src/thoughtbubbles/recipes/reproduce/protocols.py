@@ -229,6 +229,25 @@ def screen() -> Protocol:
             )
             for layer in (3, 6)
         },
+        **{
+            f"state-{layer}-deep{how}": Row(
+                what=f"`state-{layer}`, forks read the last states of earlier tokens{says}",
+                model={**forks(2, layers=(layer,), **STATE, deep_memory=True), **change},
+                optim=forked,
+            )
+            for layer in (0, 3, 6)
+            for how, says, change in (("", "", {}), ("-residual", "; both predict", {"merge": "residual"}))
+        },
+        "state-3-after": Row(
+            what="`state-3`, but forks start from the last state of their token and go through blocks 3 to 11",
+            model=forks(2, layers=(3,), **STATE, after_original=True),
+            optim=forked,
+        ),
+        "state-3-previous": Row(
+            what="`state-3`, forks start from the last state of the previous token too",
+            model=forks(2, layers=(3,), **STATE, previous_state=True),
+            optim=forked,
+        ),
         **gated_forks(),
         "r2-private-gate": Row(
             what="r = 2, private forks, a sigmoid gate per head",
