@@ -38,7 +38,7 @@ class Settings:
     selection: str = "causal"  # or "block"
     merge: str = "mixture"  # or "residual", "original", "forks"
     fork_reach: int | None = None  # forks are seen by tokens up to this far after theirs; None: by all
-    second_pass: int | None = None  # forks alone pass the blocks from this one on a second time
+    feedback: bool = False  # originals pass all blocks without forks; then forks, which get the previous token's result
     gate_qk: bool = True
     gate_v: bool = True
     gate_residual: bool = True
@@ -257,14 +257,14 @@ def sees(streams: list[Stream], i: int, j: int, reach: int | None) -> bool:
     return j <= i and (reach is None or is_original or streams[i].token - streams[j].token <= reach)
 
 
-def attention_layer(weights: Weights, settings: Settings, name: str, streams: list[Stream]) -> list[Tensor]:
+def attention_layer(
+    weights: Weights, settings: Settings, name: str, streams: list[Stream], log_scores: list[Tensor], place: list[float]
+) -> list[Tensor]:
     """W_o [head_0, head_1, ...] + b_o for every stream; stream i sees streams 0..i, of forks only those within reach.
 
     With head_gate, head_n is multiplied by 1 / (1 + exp(-z_n)); z = W_g LN(x) + b_g has one number per head.
     """
     width, size = settings.width, settings.width // settings.n_head
-    place = positions(streams)
-    log_scores = attenuation(streams, settings)
     normed = [block_norm(weights, settings, f"{name}.attention_norm", stream.x) for stream in streams]
     qkv = [linear(weights, f"{name}.attention.qkv", x) for x in normed]
     heads: list[list[Tensor]] = [[] for _ in streams]
@@ -304,29 +304,61 @@ def mlp(weights: Weights, settings: Settings, name: str, x: Tensor) -> Tensor:
     return linear(weights, f"{name}.mlp.down", gelu(up))
 
 
-def block(weights: Weights, settings: Settings, layer: int, streams: list[Stream]) -> list[Stream]:
-    """x <- x + P attention(x), then x <- x + P MLP(x), with P the stream's score, or its relative score."""
+def block(
+    weights: Weights,
+    settings: Settings,
+    layer: int,
+    streams: list[Stream],
+    log_p: list[Tensor] | None = None,
+    at: list[float] | None = None,
+) -> list[Stream]:
+    """x <- x + P attention(x), then x <- x + P MLP(x), with P the stream's score, or its relative score.
+
+    Some streams of a row: log P and the positions are given, since they depend on the others too.
+    """
     name = f"blocks.{layer}"
     after = []
-    updates = attention_layer(weights, settings, name, streams)
-    for stream, update, log_p in zip(streams, updates, attenuation(streams, settings), strict=True):
-        gate = log_p.exp() if settings.gate_residual else 1.0
+    log_p = attenuation(streams, settings) if log_p is None else log_p
+    updates = attention_layer(weights, settings, name, streams, log_p, positions(streams) if at is None else at)
+    for stream, update, own in zip(streams, updates, log_p, strict=True):
+        gate = own.exp() if settings.gate_residual else 1.0
         x = stream.x + gate * update
         x = x + gate * mlp(weights, settings, name, x)
         after.append(Stream(x, stream.log_score, stream.token))
     return after
 
 
-def second_pass(
-    weights: Weights, settings: Settings, streams: list[Stream], entering: list[list[Stream]]
-) -> list[Stream]:
-    """Forks go through the last blocks again, next to originals as these were when they entered that block."""
-    original = [i + 1 == len(streams) or streams[i + 1].token != streams[i].token for i in range(len(streams))]
-    again = streams
-    for layer in range(settings.second_pass or 0, settings.n_layer):
-        before = [entering[layer][i] if original[i] else again[i] for i in range(len(streams))]
-        again = block(weights, settings, layer, before)
-    return [streams[i] if original[i] else again[i] for i in range(len(streams))]
+def with_feedback(weights: Weights, settings: Settings, layer: int, streams: list[Stream]) -> list[Stream]:
+    """Originals pass the blocks from `layer` on alone. Then each fork, which gets the previous token's last state and
+    stands alone with the originals of earlier tokens, as these were when they entered each block."""
+    name = f"forks.{layer}"
+    log_p = attenuation(streams, settings)  # relative scores are those within the whole bubble
+    is_last = [i + 1 == len(streams) or streams[i + 1].token != streams[i].token for i in range(len(streams))]
+    n_tokens = streams[-1].token + 1
+    spots = positions(streams)
+    own = [i for i in range(len(streams)) if is_last[i]]
+    entered = []
+    row = [streams[i] for i in own]
+    for number in range(layer, settings.n_layer):
+        entered.append(row)
+        row = block(weights, settings, number, row, log_p=[log_p[i] for i in own], at=[spots[i] for i in own])
+    after = {own[t]: row[t] for t in range(n_tokens)}
+    for i, stream in enumerate(streams):
+        if is_last[i]:
+            continue
+        t, x = stream.token, stream.x
+        if t > 0:
+            x = x + linear(weights, f"{name}.feedback", layer_norm(weights, f"{name}.feedback_norm", row[t - 1].x))
+        fork = Stream(x, stream.log_score, t)
+        for number, before in zip(range(layer, settings.n_layer), entered, strict=True):
+            group = [*before[:t], fork]
+            chosen = [*own[:t], i]
+            passed = block(
+                weights, settings, number, group, log_p=[log_p[j] for j in chosen], at=[spots[j] for j in chosen]
+            )
+            fork = passed[-1]
+        after[i] = fork
+    return [after[i] for i in range(len(streams))]
 
 
 # ---- from ids to predictions ----------------------------------------------------------------------------------------
@@ -370,15 +402,14 @@ def run(weights: Weights, settings: Settings, ids: list[int], targets: list[int]
     """One unpadded row through the whole model."""
     streams = embed(weights, settings, ids)
     forks = []
-    entering = []  # each block
     for layer in range(settings.n_layer):
         if layer in settings.fork_layers:
             streams, record = fork_layer(weights, settings, layer, streams, len(ids))
             forks.append(record)
-        entering.append(streams)
+            if settings.feedback:
+                streams = with_feedback(weights, settings, layer, streams)
+                break
         streams = block(weights, settings, layer, streams)
-    if settings.second_pass is not None:
-        streams = second_pass(weights, settings, streams, entering)
 
     log_probs = [merge(weights, settings, [s for s in streams if s.token == t]) for t in range(len(ids))]
     nll: list[Tensor | None] = []

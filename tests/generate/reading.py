@@ -128,6 +128,10 @@ def state(cache: Cache, row: int, *, reach: int | None = None) -> list[SpanState
 def assert_same_state(ours: Cache, our_row: int, theirs: Cache, their_row: int, *, reach: int | None = None) -> None:
     assert int(ours.n_tokens[our_row]) == int(theirs.n_tokens[their_row])
     assert int(ours.next_cap()[our_row]) == int(theirs.next_cap()[their_row])
+    n_tokens = int(ours.n_tokens[our_row])
+    if ours.state is not None:
+        last, other = ours.state[our_row, :n_tokens], theirs.state[their_row, :n_tokens]
+        torch.testing.assert_close(last, other, atol=SAME_ROW, rtol=0)
     for a, b in zip(state(ours, our_row, reach=reach), state(theirs, their_row, reach=reach), strict=True):
         assert a.used == b.used
         assert torch.equal(a.token, b.token)

@@ -55,8 +55,8 @@ FORMS = {
     "forks seen by three tokens": {"fork_reach": 3, "merge": "residual"},
     "forks seen by all": {"fork_reach": 100, "budget": 2},
     "private forks at once": {"fork_layers": (0, 1), "fork_reach": 0, "budget": 4},
-    "second pass": {"fork_layers": (1,), "fork_reach": 0, "second_pass": 2, "budget": 2, "merge": "forks"},
-    "second pass of many": {"fork_layers": (0, 1), "fork_reach": 0, "second_pass": 1, "budget": 4, "head_gate": True},
+    "feedback": {"fork_layers": (1,), "fork_reach": 0, "feedback": True, "budget": 2, "merge": "forks"},
+    "feedback, few forks": {"fork_layers": (0,), "fork_reach": 0, "feedback": True, "budget": 1.5, "head_gate": True},
     "modern blocks": {"block": "modern"},
     "plain with gates of heads": {"fork_layers": (), "merge": "original", "head_gate": True},
 }
@@ -144,9 +144,8 @@ def shapes(draw):
         "score_scale": draw(st.sampled_from(["head", "one"])),
         "score_bias": draw(st.sampled_from([None, 0.0, 1.5, -3])),
     }
-    if config["fork_layers"] and config["fork_reach"] == 0 and config["merge"] != "original":
-        first = config["fork_layers"][-1]
-        config["second_pass"] = draw(st.sampled_from([None, *range(first, n_layer)]))
+    if len(config["fork_layers"]) == 1 and config["fork_reach"] == 0 and config["merge"] != "original":
+        config["feedback"] = draw(st.booleans())
     fractions = st.fractions(1, 8, max_denominator=12)
     return {
         "config": config,

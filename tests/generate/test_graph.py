@@ -69,6 +69,8 @@ def test_a_model_without_fork_layers_has_as_many_streams_as_copies():
         ((1, 2, 3), {"merge": "forks", "fork_reach": 0}),
         ((0, 2), {"fork_reach": 0, "relative_scores": True}),
         ((1, 3), {"fork_reach": 0, "gate_qk": False, "block": "modern"}),
+        ((1,), {"fork_reach": 0, "feedback": True, "merge": "forks"}),
+        ((0,), {"fork_reach": 0, "feedback": True, "relative_scores": True}),
     ],
 )
 def test_steps_of_fixed_width_are_the_same_steps(forks, form):
@@ -104,7 +106,7 @@ def is_same(found: dict[str, Any]) -> bool:
 
 
 @pytest.mark.slow  # compiles for a minute
-@pytest.mark.parametrize("case", ["parts", "private parts"])
+@pytest.mark.parametrize("case", ["parts", "private parts", "feedback parts"])
 def test_the_compiled_parts_are_the_same_and_compile_once(case):
     found = probe("generate/graph_probe.py", case)
     assert found["logits"] < SAME_FUNCTION_FLOAT32
@@ -118,7 +120,7 @@ def test_the_compiled_parts_are_the_same_and_compile_once(case):
 def test_kernels_give_what_the_blocks_give():
     """On the CPU, through Triton's interpreter, in a separate process, since that is chosen at import."""
     cases = probe("kernels/decode_probe.py", TRITON_INTERPRET="1")
-    assert len(cases) == 13
+    assert len(cases) == 14
     assert not [case for case, found in cases.items() if not is_same(found)], cases
 
 
@@ -126,13 +128,13 @@ def test_kernels_give_what_the_blocks_give():
 @pytest.mark.slow
 def test_the_kernel_of_chunks_gives_what_rows_one_by_one_give():
     cases = probe("kernels/chunk_probe.py", TRITON_INTERPRET="1")
-    assert len(cases) == 5
+    assert len(cases) == 6
     assert not [case for case, found in cases.items() if not is_same(found)], cases
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", ["few", "many", "private"])
+@pytest.mark.parametrize("rows", ["few", "many", "private", "feedback"])
 def test_an_engine_on_kernels_gives_what_one_without_them_gives(rows):
     """Also where the streams of a step have no room, and it is repeated with more."""
     found = probe("kernels/engine_probe.py", rows, TRITON_INTERPRET="1")

@@ -28,13 +28,13 @@ CASES = {
     "relative scores": {"relative_scores": True},
     "own scores": {"own_scores": True},
     "private forks": {"fork_reach": 0, "merge": "forks"},
-    "second pass": {"fork_layers": (1,), "fork_reach": 0, "second_pass": 2, "merge": "forks"},
+    "feedback": {"fork_layers": (1,), "fork_reach": 0, "feedback": True, "merge": "forks"},
     "near forks": {"fork_reach": 2},
     "forks seen for long": {"fork_reach": 11, "merge": "residual"},
 }
 
 
-QUICK = ("mixture", "plain", "second pass", "near forks")
+QUICK = ("mixture", "plain", "feedback", "near forks")
 
 
 def storage(model: Thoughtbubbles, rows: int) -> Cache:
@@ -117,7 +117,7 @@ def test_predictions_of_every_token_of_a_piece():
     torch.testing.assert_close(found.logits[7:].log_softmax(-1), whole[:3], rtol=0, atol=SAME_ROW)
 
 
-@pytest.mark.parametrize("case", ["mixture", "plain", "forks at once", "private forks"])
+@pytest.mark.parametrize("case", ["mixture", "plain", "forks at once", "private forks", "feedback"])
 def test_a_copied_prefix_is_as_if_read(case):
     """Also from a row that has gone on since, and is used again afterwards."""
     model = lively_model(small_config(block_size=CAPACITY, **CASES[case]), seed=5)

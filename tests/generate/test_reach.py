@@ -12,6 +12,8 @@ from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.model.budget import Budget
 
+FEEDBACK = {"fork_layers": (1,), "feedback": True}
+
 
 def private(reach: int = 0, **changes):
     return lively_model(small_config(fork_reach=reach, block_size=32, **changes), seed=4)
@@ -46,9 +48,9 @@ def test_room_for_forks_of_near_tokens(reach, forks):
     assert memory.keys == (21 + sum(21 + n for n in forks)) * 12 * 4
 
 
-@pytest.mark.parametrize("reach", [0, 2, 9])
-def test_memory_is_as_predicted(reach):
-    model = private(reach)
+@pytest.mark.parametrize(("reach", "form"), [(0, {}), (2, {}), (9, {}), (0, FEEDBACK)])
+def test_memory_is_as_predicted(reach, form):
+    model = private(reach, **form)
     for budget, rows, capacity in ((1, 1, 16), ([1.5, "7/3"], 2, 13)):
         _, cache = prefill(model, random_ids(model.config, rows, 4), budget=budget, capacity=capacity)
         expected = cache_memory(
@@ -60,9 +62,9 @@ def test_memory_is_as_predicted(reach):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reach", [0, 2, 9])
-def test_a_grown_cache_continues_like_one_that_was_large_from_the_start(reach):
-    model = private(reach, budget=4)
+@pytest.mark.parametrize(("reach", "form"), [(0, {}), (2, {}), (9, {}), (0, FEEDBACK)])
+def test_a_grown_cache_continues_like_one_that_was_large_from_the_start(reach, form):
+    model = private(reach, budget=4, **form)
     ids, more = random_ids(model.config, 3, 5), random_ids(model.config, 3, 20, seed=1)
     small, large = (prefill(model, ids, lengths=[5, 2, 4], budget=[1, 8, 1.5], capacity=n)[1] for n in (5, 25))
     small, large = (cache.reorder(torch.tensor([2, 0, 1])) for cache in (small, large))
@@ -74,9 +76,10 @@ def test_a_grown_cache_continues_like_one_that_was_large_from_the_start(reach):
         assert torch.equal(a.streams, b.streams)
 
 
+@pytest.mark.parametrize("form", [{}, FEEDBACK], ids=["private", "feedback"])
 @pytest.mark.parametrize("keep", [1, 3, 11])
-def test_a_cropped_cache_continues_from_there(keep):
-    model, budgets = private(), [1, 1.5, 8]
+def test_a_cropped_cache_continues_from_there(keep, form):
+    model, budgets = private(**form), [1, 1.5, 8]
     ids, more = random_ids(model.config, 3, 11), random_ids(model.config, 3, 6, seed=31)
     cropped = prefill(model, ids, budget=budgets)[1].crop(keep)
     whole = model(torch.cat([ids[:, :keep], more], dim=1), budget=budgets, want=("log_probs",), trace=True)
@@ -136,10 +139,10 @@ def test_scores_keep_their_precision_under_autocast():
     assert {span.log_score.dtype for span in cache.spans} == {torch.float32}
 
 
-@pytest.mark.parametrize(("reach", "shares"), [(0, True), (3, False)])
-def test_the_engine(reach, shares):
+@pytest.mark.parametrize(("reach", "shares", "form"), [(0, True, {}), (3, False, {}), (0, True, FEEDBACK)])
+def test_the_engine(reach, shares, form):
     """Texts equal those without a cache; a common prompt is read once, unless forks of it may be gone."""
-    model = private(reach, budget=2)
+    model = private(reach, budget=2, **form)
     prompts = [[5, 3, 8, 1, 2, 7, 7, 4, *tail] for tail in ([9], [2, 2], [6, 1, 3])]
     requests = [Request(prompt=ids, max_new=9, sampling=Sampling(temperature=0)) for ids in prompts]
     engine = Engine(model, rows=2, chunk=4)
@@ -153,7 +156,6 @@ def test_the_engine(reach, shares):
     ("form", "message"),
     [
         ({"fork_reach": 3}, "fork_reach = 3: compiled steps support None and 0 only"),
-        ({"fork_reach": 0, "second_pass": 3}, "second_pass = 3: compiled steps do not support it yet"),
     ],
 )
 def test_what_compiled_steps_do_not_have(form, message):

@@ -19,7 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gated": {**PLAIN, "head_gate": True, "block": "modern"},
     "causal": {},
     "causal-residual": {"merge": "residual", "budget": 1.5},
-    "private": {"fork_layers": (1, 2), "fork_reach": 0, "merge": "forks", "relative_scores": True, "second_pass": 2},
+    "private": {"fork_layers": (1,), "fork_reach": 0, "merge": "forks", "relative_scores": True, "feedback": True},
     "block": {"selection": "block"},
     "block-residual": {"selection": "block", "merge": "residual"},
     "block-fixed": {"selection": "block", "budget_mode": "fixed", "merge": "original"},

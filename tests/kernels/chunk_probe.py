@@ -59,6 +59,7 @@ if __name__ == "__main__":
         "plain": {"fork_layers": (), "merge": "original"},
         "no bias": {"gate_qk": False},
         "private": private,
+        "feedback": {**private, "fork_layers": (1,), "feedback": True, "merge": "forks"},
         "private, no gates": {**private, "fork_layers": (1,), "gate_qk": False, "gate_v": False, "merge": "forks"},
     }
     json.dump({name: differences(**case) for name, case in cases.items()}, sys.stdout)

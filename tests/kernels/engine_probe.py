@@ -65,11 +65,15 @@ PACKING = graph.PackingFunctions(graph.find_packing, graph.pack_streams, graph.u
 
 if __name__ == "__main__":
     chunk.CHUNK, decode.SLOTS = chunk.Tile(16, 16, 1, 4), 16
-    decode.PROGRAMS = {"few": 12, "many": 1, "private": 12}[sys.argv[1]]  # whether rows are split into parts
+    decode.PROGRAMS = {"few": 12, "many": 1, "private": 12, "feedback": 12}[
+        sys.argv[1]
+    ]  # whether rows are split into parts
     decode.FEW_ROWS = 1024  # the library's product in float32 is for GPUs only
     shape = {"width": 64, "n_head": 2, "n_layer": 2, "block_size": 20, "vocab_size": 40, "merge": "residual"}
-    reach = 0 if sys.argv[1] == "private" else None
-    model = lively_model(small_config(**shape, fork_layers=(0, 1), fork_reach=reach), dtype=torch.float32)
+    forks = {"fork_layers": (0, 1), "fork_reach": 0 if sys.argv[1] == "private" else None}
+    if sys.argv[1] == "feedback":
+        forks = {"fork_layers": (1,), "fork_reach": 0, "feedback": True}
+    model = lively_model(small_config(**shape, **forks), dtype=torch.float32)
     (found, repeated), (expected, _) = (completions(model, on_kernels=one) for one in (True, False))
     json.dump(
         {

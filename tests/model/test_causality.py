@@ -14,7 +14,7 @@ from helpers import (
 )
 
 MERGES = ("mixture", "residual", "original", "forks")
-SECOND_PASS = {"fork_layers": (0, 1), "fork_reach": 0, "second_pass": 2}
+FEEDBACK = {"fork_layers": (1,), "fork_reach": 0, "feedback": True}
 
 
 def two_rows_that_agree_before(config, t: int, tokens: int):
@@ -38,11 +38,11 @@ def test_causal_selection_is_bit_identical_before_a_change(merge, budget):
             assert not torch.equal(a[:, t:], b[:, t:])
 
 
-@pytest.mark.parametrize("form", [{"fork_reach": 0}, {"fork_reach": 1}, {"fork_reach": 4}, SECOND_PASS])
+@pytest.mark.parametrize("form", [{"fork_reach": 0}, {"fork_reach": 1}, {"fork_reach": 4}, FEEDBACK])
 @pytest.mark.parametrize("merge", MERGES)
 def test_the_reach_of_forks_is_causal(merge, form):
-    if merge == "original" and form is SECOND_PASS:
-        pytest.skip("the original has no second pass")
+    if merge == "original" and form is FEEDBACK:
+        pytest.skip("the original reads no forks")
     config = small_config(merge=merge, budget=4, **form)
     model = lively_model(config)
     for t in (1, 5, 9, 13):

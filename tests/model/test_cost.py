@@ -1,7 +1,5 @@
 """Counts: FLOPs as published, streams that equal the real ones, memory that equals what autograd saves."""
 
-from fractions import Fraction
-
 import pytest
 import torch
 
@@ -54,15 +52,13 @@ def test_a_reach_costs_less():
     assert all_see - private == pytest.approx(13 * 6 * 768 * 1024 * 512 * 511 / 513)
 
 
-def test_a_second_pass_costs_what_its_forks_cost():
-    """Every token forks once, before block 3; forks pass blocks 6 to 15 again."""
-    once, again = (
-        cost(named("150m", merge="forks", fork_layers=(3,), fork_reach=0, second_pass=block)) for block in (None, 6)
+def test_feedback_costs_a_projection():
+    """Of each token's last state, with a norm before it; the rest is work that forks have anyway."""
+    without, feedback = (
+        cost(named("150m", merge="forks", fork_layers=(3,), fork_reach=0, feedback=on)) for on in (False, True)
     )
-    products = 10 * 6 * 12 * 768**2 * 512
-    pairs = Fraction(512 * 512, 2) + Fraction(512 * 512, 513)  # with originals, and with forks of the same token
-    assert again.flops - once.flops == pytest.approx(products + 10 * 12 * 768 * pairs)
-    assert again.parameters == once.parameters
+    assert feedback.flops - without.flops == 6 * 768**2 * 512
+    assert feedback.parameters - without.parameters == 768**2 + 3 * 768
 
 
 def test_modern_blocks_cost_as_much():
@@ -99,9 +95,9 @@ def test_streams_are_those_of_the_model(changes):
     [
         *map(ModelConfig.named, ("nano", "nano-plain", "nano-paper")),
         named("nano", head_gate=True),
-        named("nano", fork_layers=(1,), fork_reach=0, second_pass=2),
+        named("nano", fork_layers=(1,), fork_reach=0, feedback=True),
     ],
-    ids=["nano", "nano-plain", "nano-paper", "head gate", "second pass"],
+    ids=["nano", "nano-plain", "nano-paper", "head gate", "feedback"],
 )
 def test_memory_is_what_a_real_forward_saves(config):
     model, ids = Thoughtbubbles(config), random_ids(config, 3, 20)

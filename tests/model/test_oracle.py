@@ -143,20 +143,21 @@ def test_the_reach_of_forks(merge, reach, selection, attention):
 @pytest.mark.parametrize(
     "form",
     [
-        {"fork_layers": (1,), "second_pass": 1},
-        {"fork_layers": (1,), "second_pass": 3, "selection": "block", "budget": 1.5},
-        {"second_pass": 3, "budget": 4, "head_gate": True},
-        {"fork_layers": (0, 1), "second_pass": 2, "budget": 4, "relative_scores": True},
-        {"fork_layers": (0, 2), "second_pass": 2, "budget": 3, "gate_qk": False},
-        {"fork_layers": (0,), "second_pass": 1, "gate_v": False, "gate_residual": False},
-        {"fork_layers": (1,), "second_pass": 2, "selection": "block", "budget_mode": "fixed", "block_size": 8},
+        {},
+        {"selection": "block", "budget": 1.5},
+        {"fork_layers": (3,), "head_gate": True},
+        {"fork_layers": (0,), "relative_scores": True},
+        {"fork_layers": (2,), "budget": 1.25, "gate_qk": False},
+        {"fork_layers": (0,), "budget": 1, "gate_v": False, "gate_residual": False},
+        {"selection": "block", "budget_mode": "fixed", "block_size": 8},
     ],
 )
 @pytest.mark.parametrize(
     "merge", ["forks", *(pytest.param(merge, marks=pytest.mark.slow) for merge in ("mixture", "residual"))]
 )
-def test_a_second_pass_of_forks(merge, form, attention):
-    compare(small_config(merge=merge, fork_reach=0, **form), [6, 4, 1], attention=attention)
+def test_feedback(merge, form, attention):
+    form = {"fork_layers": (1,), **form}
+    compare(small_config(merge=merge, fork_reach=0, feedback=True, **form), [6, 4, 1], attention=attention)
 
 
 @pytest.mark.parametrize("form", [{}, {"fork_reach": 0}, {"selection": "block"}, {"head_gate": True, "budget": 4}])
@@ -178,7 +179,7 @@ def test_own_scores(merge, form):
         {"fork_layers": (), "merge": "original"},
         {"budget": 4, "head_gate": True},
         {"selection": "block", "merge": "residual"},
-        {"fork_layers": (1,), "fork_reach": 0, "second_pass": 2, "merge": "forks"},
+        {"fork_layers": (1,), "fork_reach": 0, "feedback": True, "merge": "forks"},
     ],
 )
 def test_modern_blocks(form, attention):

@@ -2,18 +2,16 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import thoughtbubbles
 from helpers import SAME_FUNCTION, SAME_ROW, lively_model, named, random_ids, small_config
 from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.loss import IGNORED
-from thoughtbubbles.model.second_pass import keeping
+from thoughtbubbles.model.streams import is_original
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 MERGES = ("mixture", "residual", "original")
@@ -147,17 +145,33 @@ def test_a_tiny_model_overfits_one_batch(merge, selection):
     assert loss.item() < 0.1
 
 
-def test_checkpointed_blocks_leave_nothing_behind():
-    """Recomputed in the backward, they must not be kept for the second pass again."""
-    config = small_config(fork_layers=(1,), fork_reach=0, second_pass=2)
-    model, ids, lists = lively_model(config), random_ids(config, 2, 9), []
-    with pytest.MonkeyPatch.context() as patch:
-        told = "thoughtbubbles.model.transformer.keeping"
-        patch.setattr(told, lambda path, kept, n: lists.append(kept) or keeping(path, kept, n))
-        for block in model.blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        model(ids, targets=ids).loss.backward()
-    assert [len(kept) for kept in lists] == [2]
+def test_feedback_learns():
+    """Of forks that start from the previous token's last state, everything that makes up this start."""
+    config = named("nano", fork_layers=(1,), fork_reach=0, feedback=True, merge="forks")
+    torch.manual_seed(0)
+    model, ids = Thoughtbubbles(config), random_ids(config, 4, 32)
+    model(ids, targets=ids.roll(-1, 1)).loss.backward()
+    for name, parameter in model.forks["1"].named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_attention_of_forks_after_originals():
+    """Recorded: one matrix per block, in which originals see no fork, and forks no original of their own token."""
+    config = small_config(fork_layers=(1,), fork_reach=0, feedback=True, merge="forks")
+    model, ids = lively_model(config), random_ids(config, 2, 6)
+    out = model(ids, trace="attention")
+    assert [weights.shape[-1] for weights in out.attention] == [6] + [out.streams.token.shape[1]] * (config.n_layer - 1)
+    token = out.streams.token
+    original = is_original(token, 6)
+    for weights in out.attention[1:]:
+        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights.sum(-1)))
+        for row in range(2):
+            for i in range(token.shape[1]):
+                seen = (weights[row, :, i] > 0).all(0).nonzero()[:, 0].tolist()
+                if token[row, i] < 6:
+                    earlier = [j for j in range(i + 1) if original[row, j] and token[row, j] < 6]
+                    assert seen == sorted({*earlier, i})
 
 
 @pytest.mark.parametrize("merge", MERGES)

@@ -128,7 +128,8 @@ def test_the_protocol_screen():
     for run in runs.values():
         tuned = TUNED["r2" if run.model.fork_layers else "plain"]
         assert {name: getattr(run.optim, name) for name in tuned} == tuned
-    for row in ("plain", "head-gate", "r1", "r2", "r1-gate", "r2-gate", "state-3-gate"):
+    gated = ("r1-gate", "r2-gate", "state-3-gate", "feedback-3-gate")
+    for row in ("plain", "head-gate", "r1", "r2", "state-3", "feedback-3", *gated):
         assert runs[row].model == config("long", row).model
     r2 = runs["r2"].model
     usual = [run.model for run in runs.values() if not (run.forks_from or run.budgets)]
@@ -136,7 +137,7 @@ def test_the_protocol_screen():
         for merge in ("residual", "mixture", "forks"):
             assert usual.count(replace(r2, fork_reach=reach, merge=merge)) == 1
     assert runs["modern-r2"].model == replace(r2, block="modern")
-    assert runs["state-6-again"].model == replace(runs["state-6"].model, second_pass=6)
+    assert runs["feedback-6"].model == replace(runs["state-6"].model, feedback=True)
     late = runs["r2-late"]
     assert [late.budget_of(step) for step in (0, 5044, 5046, 6726)] == [1.0, 1.0, None, None]
     assert set(runs["r2-elastic"].budgets) == {1, 1.5, 2, 3, 4}

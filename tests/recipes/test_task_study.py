@@ -79,8 +79,9 @@ def test_forms_are_what_they_say():
         model = model_of(TaskRow(task="khop", form=form))
         assert model.budget == int(form[-1])
         assert model.selection == ("block" if "block" in form else "causal")
-    again, deep = (model_of(TaskRow(task="khop", form=form)) for form in ("r1.25-again", "deep"))
-    assert again.n_layer + again.n_layer - again.second_pass == deep.n_layer  # blocks that a fork goes through
+    feedback, deep = (model_of(TaskRow(task="khop", form=form)) for form in ("feedback", "deep"))
+    assert feedback.feedback
+    assert 2 * feedback.n_layer - feedback.fork_layers[0] == deep.n_layer  # blocks before and after a fork starts
     elastic = run_of("x", TaskRow(task="khop", form="r2-elastic"), 0, data="d")
     assert elastic.budgets == (1.0, elastic.model.budget)
     assert task_rows().keys() == {f"{task}-{form}" for task in TASKS for form in FORMS}

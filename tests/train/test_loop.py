@@ -109,7 +109,7 @@ def test_gradient_accumulation_is_one_batch(tmp_path):
         )
 
 
-@pytest.mark.parametrize("form", [{}, {"model_fork_reach": 0, "model_second_pass": 3}])
+@pytest.mark.parametrize("form", [{}, {"model_fork_layers": (1,), "model_fork_reach": 0, "model_feedback": True}])
 def test_activation_checkpointing_changes_nothing(tmp_path, form):
     train(small_run(tmp_path / "kept", steps=3, **form))
     train(small_run(tmp_path / "checkpointed", steps=3, compute_activation_checkpointing=True, **form))

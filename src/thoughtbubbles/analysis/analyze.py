@@ -203,7 +203,7 @@ def about(job: Job, device: torch.device) -> dict[str, Any]:
         f"{config.width}, fork layers {', '.join(map(str, config.fork_layers))}, budget {config.budget}, "
         f"{config.selection} selection, {config.merge} merge"
         + ("" if config.fork_reach is None else f", forks reach {config.fork_reach} tokens")
-        + ("" if config.second_pass is None else f", forks again from block {config.second_pass}"),
+        + ", feedback" * config.feedback,
         "text": f"{job.sample.name}, {job.sample.n_tokens:,} tokens{own}",
         "command": shlex.join(["thoughtbubbles", *sys.argv[1:]]),
         "commit": made["commit"] or "not known",

@@ -162,10 +162,7 @@ def trace(
         text=whole_characters(text) if isinstance(text, str) else _decode(tokenizer, ids),
         settings={
             **{name: getattr(config, name) for name in ("n_layer", "n_head", "width", "fork_layers", "copies")},
-            **{
-                name: getattr(config, name)
-                for name in ("vocab_size", "block_size", "merge", "fork_reach", "second_pass")
-            },
+            **{name: getattr(config, name) for name in ("vocab_size", "block_size", "merge", "fork_reach", "feedback")},
             "budget": (config.budget if budget is None else budget) if config.fork_layers else None,
             "selection": (selection or config.selection) if config.fork_layers else None,
             "tokenizer": tokenizer.name,

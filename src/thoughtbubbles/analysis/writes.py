@@ -46,9 +46,9 @@ def numbers(model: Thoughtbubbles, rows: Sequence[Sequence[int]], *, tokenizer: 
     for row in rows:
         with recorded(model) as kept:
             found = trace(model, row, tokenizer=tokenizer, top=0)
-        for block, each in zip(range(model.config.n_layer), kept, strict=False):  # a second pass is left out
-            n_streams[block] += _used(found, block)
-            sums[block] += _norms(each, _used(found, block))
+        for block, used, each in zip(*_passes(model, found), kept, strict=False):
+            n_streams[block] += used
+            sums[block] += _norms(each, used)
     means = (sums / n_streams[:, None, None]).tolist()
     return {
         "blocks": [
@@ -57,6 +57,16 @@ def numbers(model: Thoughtbubbles, rows: Sequence[Sequence[int]], *, tokenizer: 
         ],
         "fork_layers": list(model.config.fork_layers),
     }
+
+
+def _passes(model: Thoughtbubbles, found: Trace) -> tuple[list[int], list[int]]:
+    """The blocks in the order in which they are run, and how many streams each has then."""
+    blocks = list(range(model.config.n_layer))
+    used = [_used(found, block) for block in blocks]
+    if not model.config.feedback:
+        return blocks, used
+    (first,), n_tokens = model.config.fork_layers, len(found.tokens)  # originals; then forks, from there on
+    return blocks + blocks[first:], [n_tokens] * len(blocks) + [n - n_tokens for n in used[first:]]
 
 
 def _used(found: Trace, block: int) -> int:

@@ -33,7 +33,7 @@ def inspect_model(
         raise ValueError(f"--tokens {brief(tokens)}: a row of {model} has from 1 to {base.block_size} tokens")
     if not 1 <= rows <= MOST_ROWS:
         raise ValueError(f"--rows {brief(rows)}: a batch has from 1 to {MOST_ROWS:,} rows")
-    no_forks = replace(base, fork_layers=(), merge="original", score_bias=None, fork_reach=None, second_pass=None)
+    no_forks = replace(base, fork_layers=(), merge="original", score_bias=None, fork_reach=None, feedback=False)
     plain = replace(no_forks, copies=1, authors_compat=False)
     if copies is None:
         copies = (3, 5) if is_size else (base.copies,) * (base.copies > 1)
@@ -43,15 +43,15 @@ def inspect_model(
     if base.fork_layers:
         of_reach = [base]
         if reach is not None:
-            of_reach.append(replace(base, fork_reach=reach, second_pass=None if reach else base.second_pass))
+            of_reach.append(replace(base, fork_reach=reach, feedback=base.feedback and not reach))
         variants |= {_label(each, r): replace(each, budget=r) for r in budgets for each in of_reach}
     show_costs(model, variants, tokens=tokens or base.block_size, rows=rows)
 
 
 def _label(base: ModelConfig, budget: int | float) -> str:
     reach = "" if base.fork_reach is None else f", reach {base.fork_reach}"
-    again = "" if base.second_pass is None else f", forks again from block {base.second_pass}"
-    return f"{base.selection}, r = {budget:g}{' (no limit)' * base.is_unlimited(budget)}{reach}{again}"
+    feedback = ", feedback" * base.feedback
+    return f"{base.selection}, r = {budget:g}{' (no limit)' * base.is_unlimited(budget)}{reach}{feedback}"
 
 
 def find_config(model: str) -> tuple[ModelConfig, bool]:

@@ -10,7 +10,8 @@ tokens, without gaps:
 
 To rank a new token, a fork layer needs the levels of all earlier candidates, including dropped ones, and A_{t−1}, the
 number of streams kept so far, which is the number of streams in the span. Every row has one extra slot at its end that
-is never read: values that must not be kept are written to it. With `fork_reach` the slots are others (reach.py).
+is never read: values that must not be kept are written to it. With `fork_reach` the slots are others (reach.py), and
+with `feedback` the last states of all tokens are kept too.
 """
 
 from collections.abc import Callable
@@ -59,6 +60,7 @@ class Cache(NamedTuple):
     numerator: Int[Tensor, "B"]  # of each row's budget
     denominator: Int[Tensor, "B"]
     capacity: int  # tokens that a row can hold
+    state: Float[Tensor, "B T D"] | None = None  # of each token's original after the last block; only with `feedback`
 
     @property
     def rows(self) -> int:
@@ -96,7 +98,7 @@ class Cache(NamedTuple):
             slot = torch.arange(span.token.shape[1], device=keep.device)
             left = (span.token < keep[:, None]) & (slot < span.used[:, None])
             spans.append(span._replace(used=left.sum(1)))
-        return Cache(tuple(spans), keep, self.numerator, self.denominator, self.capacity)
+        return self._replace(spans=tuple(spans), n_tokens=keep)
 
     def _crop_near(self, span: Span, keep: Int[Tensor, "B"]) -> Span:
         ring, reach = span.ring(self.capacity), span.reach
@@ -142,6 +144,8 @@ class Cache(NamedTuple):
         With `fork_reach` only if it is 0: else forks of the last of these tokens may be gone.
         """
         self.n_tokens[row] = n_tokens
+        if self.state is not None:
+            self.state[row, :n_tokens] = self.state[source, :n_tokens]
         earlier = n_tokens  # streams of the span before, whose candidates have levels
         for span in self.spans:
             if span.level is not None:
@@ -174,6 +178,7 @@ class Cache(NamedTuple):
         starts = sorted({0, *config.fork_layers})
         return (
             self.capacity <= config.block_size
+            and (self.state is not None) == config.feedback
             and len(self.spans) == len(starts)
             and all(
                 span.key.shape[0] == end - start
@@ -216,7 +221,9 @@ class Cache(NamedTuple):
                     new.narrow(slots, 0, min(begin)).copy_(kept.narrow(slots, 0, min(begin)))
                     new.narrow(slots, begin[1], n).copy_(kept.narrow(slots, begin[0], n))
             spans.append(room._replace(used=now.used))
-        return self._replace(spans=tuple(spans), capacity=capacity)
+        if self.state is not None and fresh.state is not None:
+            fresh.state[:, :held] = self.state[:, :held]
+        return self._replace(spans=tuple(spans), capacity=capacity, state=fresh.state)
 
     def memory(self) -> "CacheMemory":
         """The size of the storage, counted on the tensors themselves; `cache_memory` predicts it."""
@@ -230,6 +237,7 @@ class Cache(NamedTuple):
             streams=bytes_of("log_score", "token", "kept"),
             levels=bytes_of("level"),
             counts=bytes_of("used") + row,
+            states=0 if self.state is None else self.state.untyped_storage().nbytes(),
         )
 
     def _map(self, change: Callable[[Tensor, int], Tensor]) -> "Cache":
@@ -253,6 +261,7 @@ class Cache(NamedTuple):
             numerator=change(self.numerator, 0),
             denominator=change(self.denominator, 0),
             capacity=self.capacity,
+            state=None if self.state is None else change(self.state, 0),
         )
 
 
@@ -264,6 +273,7 @@ class CacheMemory(NamedTuple):
     streams: int  # log score and token of each stream, and how many each token has where forks fall out
     levels: int  # of candidates, for causal selection
     counts: int
+    states: int = 0  # of all tokens after the last block, with `feedback`
 
     @property
     def total(self) -> int:
@@ -321,7 +331,9 @@ def new_cache(
             )
         )
     n_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-    return Cache(tuple(spans), n_tokens, *budget_of_rows(budget, rows, device=device), capacity)
+    wide = accumulation_dtype(dtype)
+    state = torch.zeros(rows, capacity + 1, config.width, dtype=wide, device=device) if config.feedback else None
+    return Cache(tuple(spans), n_tokens, *budget_of_rows(budget, rows, device=device), capacity, state)
 
 
 def budget_of_rows(budget: Budget, rows: int, *, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -346,4 +358,5 @@ def cache_memory(
         + rows * 4 * capacity * sum(s.forks_fall_out for s in shapes),
         levels=rows * 4 * sum(s.candidates + 1 for s in shapes if s.candidates),
         counts=rows * 8 * (len(shapes) + 3),
+        states=rows * (capacity + 1) * config.width * accumulation_dtype(dtype).itemsize * config.feedback,
     )

@@ -19,7 +19,7 @@ from thoughtbubbles.model.attention import PATHS, gated
 from thoughtbubbles.model.budget import Budget, BudgetLike, brief
 from thoughtbubbles.model.config import is_whole
 from thoughtbubbles.model.layout import Layout, attenuating
-from thoughtbubbles.model.streams import streams_up_to, take
+from thoughtbubbles.model.streams import originals, streams_up_to, take
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 
@@ -118,7 +118,9 @@ def _fill(model: Thoughtbubbles, given: inputs.Inputs, cache: Cache) -> tuple[Pr
             span.value[i][row, :, slot] = gated(v, layout).transpose(1, 2).to(span.value.dtype)
         return PATHS[model.attention](q, k, v, layout)
 
-    streams, forks = model.run_layers(given, path)
+    streams, forks = model.run_layers(given, path, PATHS[model.attention])
+    if cache.state is not None:
+        cache.state[:, :n_tokens] = take(streams.x, originals(streams.token, n_tokens))
     spans = []
     records = dict(zip(model.config.fork_layers, forks, strict=True))
     for start, span in zip(sorted({0, *model.config.fork_layers}), cache.spans, strict=True):

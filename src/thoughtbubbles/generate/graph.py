@@ -90,7 +90,9 @@ def run_packed(blocks: Sequence[Any], x: Tensor, span: Span, view: View, *, size
 
         def attention(qkv: Tensor, key: Tensor, value: Tensor) -> Tensor:
             bias = (view.key_bias, layout.key_bias)
-            return decode.attend(qkv, *given, key, value, *bias, rows, is_private=view.is_private)
+            return decode.attend(
+                qkv, *given, key, value, *bias, rows, is_private=view.is_private, sees_forks=view.sees_forks
+            )
 
     else:
         where, table = functions.place(view, first, packing)

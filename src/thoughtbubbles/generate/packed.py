@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from thoughtbubbles.generate.cache import Cache, Span
 from thoughtbubbles.generate.chunk_blocks import Chunk, RunChunk, run_chunk, supports
 from thoughtbubbles.generate.fast_blocks import has_kernels
+from thoughtbubbles.generate.feedback import Waiting, fed_back, run_waiting
 from thoughtbubbles.generate.prediction import Prediction
 from thoughtbubbles.generate.reach import Group, groups_of, near_attention, slots_of
-from thoughtbubbles.generate.second_pass import cached_second_pass
 from thoughtbubbles.model import head
 from thoughtbubbles.model.attention import AttentionPath, gated
 from thoughtbubbles.model.block import Residual
@@ -141,7 +141,8 @@ def read(
         run_fast = partial(run_chunk, config)
     if run_fast is not None and not supports(config):
         run_fast = None
-    streams, n_earlier = embed(model, ids), 2 * held
+    waits = config.feedback and (batch.longest > 1 or run_fast is not None)  # forks for originals
+    streams, n_earlier, waiting = embed(model, ids), 2 * held, None
     for start, span in zip(sorted({0, *config.fork_layers}), cache.spans, strict=True):
         used = span.used[rows]
         if span.level is not None:
@@ -159,10 +160,22 @@ def read(
         )  # in the row itself
         layout = layout_at(position, None if span.level is None else log_p, config)
         blocks = model.blocks[start : start + len(span.key)]
-        groups = None
+        n_earlier = 2 * used
+        span.used[rows] = used + counts
+        groups = where = None
+        if span.level is not None and waits:
+            where = _store(config, cache, span, batch, used, new)
+            waiting = Waiting(streams, layout, new.row, new.token, new.is_fork)
+            own = waiting.originals
+            streams, layout, where = waiting.streams_of(own), waiting.layout_of(own), (where[0][own], where[1][own])
+            new = New(new.row[own], batch.offset, new.token[own], new.is_fork[own], new.log_score[own])
+            counts = batch.lengths
+        elif span.level is not None and config.feedback:
+            said = fed_back(model.forks[str(start)], cache, rows[new.row], new.token, streams.x.dtype)
+            streams = streams._replace(x=streams.x + torch.where(new.is_fork[:, None], said, 0))
         if span.kept is not None and run_fast is None:  # before anything is stored: a ring loses its oldest forks then
             groups = near_groups(config, cache, span, batch, counts, new)
-        where = _store(config, cache, span, batch, used, new)
+        where = where or _store(config, cache, span, batch, used, new)
         if run_fast is not None:
             token = None if span.kept is None else new.token
             chunk = Chunk(layout, span, where, torch.stack((rows, used, counts)).tolist(), token)
@@ -170,16 +183,17 @@ def read(
         elif groups is not None:
             x = run_blocks(blocks, streams.x, span, layout, partial(near_attention, where=where, groups=groups))
         else:
-            view = view_of(config, span, batch, used, counts, place)
+            view = view_of(config, span, batch, used, counts, new.place)
             x = run_blocks(blocks, streams.x, span, layout, partial(packed_attention, where=where, view=view))
         streams = Streams(x, streams.log_score, streams.token)
-        n_earlier = 2 * used
-        span.used[rows] = used + counts
     predict = batch.last if predict is None else predict
-    if config.second_pass is not None:
-        again = (new.is_fork & torch.isin(streams.token[0], predict)).nonzero()[:, 0]
+    if cache.state is not None:
+        own = (~new.is_fork).nonzero()[:, 0]
+        cache.state[rows[new.row[own]], new.token[own]] = streams.x[0, own].to(cache.state.dtype)
+    if waiting is not None:
         of_rows = dict(zip(rows.tolist(), (held + batch.lengths).tolist(), strict=True))
-        streams = cached_second_pass(model, streams, layout, cache.spans[-1], again, new.row, new.token, of_rows)
+        chosen = torch.isin(waiting.streams.token[0], predict)
+        streams = run_waiting(model, cache, waiting, streams.x, chosen, of_rows)
     cache.n_tokens[rows] = held + batch.lengths
     return prediction_of(model, streams, predict, n_tokens)
 

@@ -31,8 +31,6 @@ def not_compiled(config: ModelConfig) -> str | None:
     """Why compiled steps (step.py) do not support this model; None if they do."""
     if config.fork_reach:
         return f"fork_reach = {config.fork_reach}: compiled steps support None and 0 only: do not compile"
-    if config.second_pass is not None:
-        return f"second_pass = {config.second_pass}: compiled steps do not support it yet: do not compile"
     return None
 
 
@@ -120,6 +118,8 @@ def groups_of(
         own = torch.arange(width, device=rows.device)
         near = new_token[..., None] - new_token[:, None] <= config.fork_reach
         sees_new = (own[:, None] >= own) & (near | ~new_fork[:, None]) | (own[:, None] == own)
+        if config.feedback:
+            sees_new &= new_fork[..., None] | ~new_fork[:, None]  # originals see no forks
         scores = torch.cat([cached_log_score[rows[chosen], :held], spread(log_score, 0)], dim=1)
         bias = attenuation(scores, config)[0]
         bias = scores.new_zeros(1, 1) if bias is None else bias

@@ -45,6 +45,7 @@ class View(NamedTuple):
     unread: int  # the slot that is never read
     key_bias: Float[Tensor, "B S"] | None
     is_private: bool  # of the new streams only the original is cached, in slot `used`
+    sees_forks: bool = True  # the original; not with `feedback`
 
 
 def embed_next(model: Thoughtbubbles, ids: Int[Tensor, "B"]) -> Streams:
@@ -75,6 +76,11 @@ def enter(
         added = 2 * (streams.token == 0).sum(1) * active
         streams, record = fork(streams, n_earlier, n_tokens=1, rule=rule)
         _append(span.level, n_earlier, added, record.level)  # of dropped candidates too
+        if cache.state is not None:
+            before = _at(cache.state, (n_tokens - 1).clamp(min=0))
+            said = fork.feed_back(before.to(streams.x.dtype))  # type: ignore[operator]
+            said = torch.where(record.is_fork[..., None] & (n_tokens > 0)[:, None, None], said[:, None], 0)
+            streams = Streams(streams.x + said, streams.log_score, streams.token)
     n_streams = (streams.token == 0).sum(1)
     added = n_streams * active
     log_p = attenuating(streams.log_score, streams.token, config, n_tokens=1)
@@ -94,7 +100,20 @@ def enter(
     position = positions(streams.token, find_bubbles(streams.token, 1), streams.log_score.dtype) + n_tokens[:, None]
     key_bias = None if fork is None else attenuation(span.log_score, config)[0]
     layout = layout_at(position, None if fork is None else log_p, config)
-    return streams, View(layout, place, used, added, unread, key_bias, is_private), span.used + added
+    view = View(layout, place, used, added, unread, key_bias, is_private, not config.feedback)
+    return streams, view, span.used + added
+
+
+def _at(storage: Float[Tensor, "B T D"], token: Int[Tensor, "B"]) -> Float[Tensor, "B D"]:
+    return storage.gather(1, token[:, None, None].expand(-1, 1, storage.shape[2]))[:, 0]
+
+
+def keep_state(cache: Cache, streams: Streams, active: Bool[Tensor, "B"]) -> None:
+    """The state of each active row's original, for the fork of the next token."""
+    assert cache.state is not None
+    slot = torch.where(active, cache.n_tokens, cache.state.shape[1] - 1)  # the last is never read
+    state = _at(streams.x, (streams.token == 0).sum(1) - 1)[:, None].to(cache.state.dtype)
+    cache.state.scatter_(1, slot[:, None, None].expand_as(state), state)
 
 
 def _append(storage: Tensor, begin: Int[Tensor, "B"], n: Int[Tensor, "B"], values: Tensor) -> None:
@@ -112,6 +131,9 @@ def run_blocks(
     slot, own = (torch.arange(n, device=x.device) for n in (span.token.shape[1], x.shape[1]))
     before, causal = view.used[:, None, None, None], own <= own[:, None]
     bias = torch.zeros_like(span.log_score) if view.key_bias is None else view.key_bias
+    if not view.sees_forks:
+        last = view.added[:, None, None, None] - 1
+        causal = causal & ((own[:, None] != last) | (own == own[:, None]))
     if view.is_private:  # slots before, then the new streams
         mask = torch.where(slot < before, bias[:, None, None], -math.inf).expand(-1, -1, len(own), -1)
         new = bias.new_zeros(len(x), len(own)) if view.layout.key_bias is None else view.layout.key_bias
@@ -180,5 +202,7 @@ def advance(
         x = parts.blocks(blocks, streams.x, span, view)
         streams = Streams(x, streams.log_score, streams.token)
         spans.append(span._replace(used=used))
-    after = Cache(tuple(spans), cache.n_tokens + active, cache.numerator, cache.denominator, cache.capacity)
+    if cache.state is not None:
+        keep_state(cache, streams, active)
+    after = cache._replace(spans=tuple(spans), n_tokens=cache.n_tokens + active)
     return Prediction(parts.logits(model, streams), (streams.token == 0).sum(1)), after

@@ -68,7 +68,7 @@ Block selection ranks the full row, including later tokens, so no cache is exact
 for each token, unless given `use_cache=True`, which uses the causal rule instead."""
 REACH = "Forks are visible to their own token and to {reach} tokens after it; the KV cache holds no others."
 MODERN = "Its blocks have RMSNorm, SwiGLU, and normalised queries and keys."
-AGAIN = "Forks go through the blocks from {block} on a second time."
+FEEDBACK = "Forks start from the last state of the previous token too."
 CONVERTED = "The numbers below are those of the {before} weights, before they were converted to {dtype}.\n"
 RESULTS = "Results of `thoughtbubbles eval`.\n"
 PERPLEXITY = ("text, scored", "nats per token", "perplexity", "bits per byte", "tokens")
@@ -163,7 +163,7 @@ def about(config: ModelConfig) -> str:
         )
         kind += f"\n{BLOCK}" if config.selection == "block" else ""
         kind += "" if config.fork_reach is None else f"\n{REACH.format(reach=config.fork_reach)}"
-        kind += "" if config.second_pass is None else f"\n{AGAIN.format(block=config.second_pass)}"
+        kind += f"\n{FEEDBACK}" if config.feedback else ""
     kind += f"\n{MODERN}" if config.block == "modern" else ""
     return f"A language model of the Thoughtbubbles family. {kind}"
 

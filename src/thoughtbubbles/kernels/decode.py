@@ -110,12 +110,13 @@ def _attend(  # type: ignore[no-untyped-def]
     qkv, cos, sin, value_score, key, value, key_bias, own_bias, first, count, used, out, stats, arrived, heads, scale,
     M, S,
     N: tl.constexpr, ROOM: tl.constexpr, BIAS: tl.constexpr, VALUE: tl.constexpr, PRIVATE: tl.constexpr,
-    H: tl.constexpr, PARTS: tl.constexpr, ONCE: tl.constexpr, BW: tl.constexpr, BS: tl.constexpr,
+    ALONE: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, ONCE: tl.constexpr, BW: tl.constexpr, BS: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Of few rows: one head of one row over one part of the cached slots; the last part has the new streams too.
 
     The part that ends last joins all of them. PRIVATE: of the new streams only the last, the original, is stored.
+    ALONE: it does not see the others.
     """
     bn, part = tl.program_id(0), tl.program_id(1)
     b, head = bn // N, bn % N
@@ -173,7 +174,10 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(value + into, new_v, mask=stored[:, None])
         new_bias = tl.load(own_bias + stream, mask=real, other=0.0) if BIAS else 0.0 * w
         new_logits = tl.dot(q, tl.trans(new_k)) * scale + new_bias[None, :]
-        new_logits = tl.where((w[None, :] <= w[:, None]) & real[None, :], new_logits, NOTHING)
+        visible = (w[None, :] <= w[:, None]) & real[None, :]
+        if ALONE:
+            visible &= (w[:, None] != n - 1) | (w[None, :] == w[:, None])
+        new_logits = tl.where(visible, new_logits, NOTHING)
         most, total, summed = add_to_softmax(new_logits, new_v, most, total, summed)
     written = (w < tl.maximum(n, ROOM)) & (stream < M)
     into = heads + stream[:, None] * N * H + head * H + h[None, :]
@@ -303,11 +307,13 @@ def attend(
     rows: Rows,
     *,
     is_private: bool = False,
+    sees_forks: bool = True,
 ) -> Float[Tensor, "M D"]:
     """Causal attention of the new streams over all cached streams of their row and over each other.
 
     With gaps, the streams in them get something finite; without, streams past the last row's are not written.
     is_private  only the last new stream of each row, its original, is cached
+    sees_forks  whether that one sees the others
     """
     (batch, heads, slots, size), m = key.shape, qkv.shape[0]
     parts = max(1, min(triton.cdiv(slots, SLOTS), PROGRAMS // (batch * heads)))
@@ -319,7 +325,7 @@ def attend(
         cos if key_bias is None else key_bias, cos if own_bias is None else own_bias, rows.first, rows.n, rows.used,
         out, stats, rows.arrived, joined, 1 / math.sqrt(size), m, slots,
         N=heads, ROOM=rows.most if rows.has_gaps else 0, BIAS=key_bias is not None, VALUE=value_score is not None,
-        PRIVATE=is_private, H=size, PARTS=parts, ONCE=parts * SLOTS >= slots,
+        PRIVATE=is_private, ALONE=not sees_forks, H=size, PARTS=parts, ONCE=parts * SLOTS >= slots,
         BW=max(16, triton.next_power_of_2(rows.most)), BS=SLOTS, STAGES=STAGES, num_warps=WARPS, **ahead(key.device),
     )  # fmt: skip
     return joined

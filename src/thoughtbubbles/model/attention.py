@@ -28,7 +28,7 @@ from torch import Tensor
 from thoughtbubbles import kernels
 from thoughtbubbles.kernels import ops
 from thoughtbubbles.model.config import ModelConfig
-from thoughtbubbles.model.layout import Layout
+from thoughtbubbles.model.layout import Beside, Layout
 from thoughtbubbles.model.linear import Linear, product_dtype
 from thoughtbubbles.model.rope import rotate
 from thoughtbubbles.model.streams import at_least_float32
@@ -140,16 +140,28 @@ class Attention(torch.nn.Module):
     def takes_kernel(self, x: Float[Tensor, "B S D"], path: AttentionPath) -> bool:
         return path is fused_attention and self.has_kernel(x)
 
-    def forward(self, x: Float[Tensor, "B S D"], layout: Layout, path: AttentionPath) -> Update:
+    def forward(
+        self, x: Float[Tensor, "B S D"], layout: Layout, path: AttentionPath, beside: Beside | None = None
+    ) -> Update:
+        """With `beside`, x are forks, which see originals too."""
+        if beside is None:
+            heads = self.heads(x, layout, path)
+        else:
+            heads = beside.forks_of(self.heads(beside.join(x, beside.originals), beside.layout, path))
+        heads = self.gate_heads(heads, x)
+        if self.takes_kernel(x, path):
+            return Update(self.out.product(heads), self.out.bias)
+        return Update(self.out(heads))
+
+    def heads(self, x: Float[Tensor, "B S D"], layout: Layout, path: AttentionPath) -> Float[Tensor, "B S D"]:
         if self.takes_kernel(x, path):
             # Our kernel also adds the bias of the projection (`product` is without it) and rotates q and k.
             token, up_to, reach = layout.reach or (None, None, None)
-            heads = ops.attention(
+            return ops.attention(
                 self.qkv.product(x), self.qkv.bias, *layout.rotary, key_bias=layout.key_bias,
                 value_gate=layout.value_gate, n_head=self.n_head, least_bias=layout.least_bias,
                 token=token, up_to=up_to, reach=reach,
             )  # fmt: skip
-            return Update(self.out.product(self.gate_heads(heads, x)), self.out.bias)
         q_and_k, v = (
             self.qkv(x)
             .unflatten(-1, (3 * self.n_head, -1))
@@ -163,8 +175,7 @@ class Attention(torch.nn.Module):
         q, k = rotate(q_and_k, layout.rotary).chunk(2, dim=1)
         if self.form.score_channel:
             q = F.pad(q[..., :-1], (0, 1))  # zero, so that it is left out of q·k
-        heads = path(q, k, v, layout).transpose(1, 2).flatten(2)
-        return Update(self.out(self.gate_heads(heads, x)))
+        return path(q, k, v, layout).transpose(1, 2).flatten(2)
 
     def gate_heads(self, heads: Float[Tensor, "*rows D"], x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
         """The heads times their gates, which are computed from x; unchanged without `head_gate`."""

@@ -21,7 +21,7 @@ from thoughtbubbles import kernels
 from thoughtbubbles.kernels import ops
 from thoughtbubbles.model.attention import EPSILON, Attention, AttentionPath, Update
 from thoughtbubbles.model.config import ModelConfig
-from thoughtbubbles.model.layout import Layout
+from thoughtbubbles.model.layout import Beside, Layout
 from thoughtbubbles.model.linear import Linear, product_dtype
 
 
@@ -111,8 +111,13 @@ class Block(nn.Module):
         self.mlp_norm = AddRMSNorm(config.width, eps=EPSILON) if is_modern else AddNorm(config.width)
         self.mlp = SwiGLU(config) if is_modern else MLP(config)
 
-    def forward(self, residual: Residual, layout: Layout, path: AttentionPath) -> Residual:
+    def forward(
+        self, residual: Residual, layout: Layout, path: AttentionPath, beside: Beside | None = None
+    ) -> Residual:
         normed, residual = self.attention_norm(residual, layout.gate)
-        residual = residual.add(self.attention(normed, layout, path))
+        if beside is not None:
+            others, _ = self.attention_norm(Residual(beside.originals), None)
+            beside = beside._replace(originals=others)
+        residual = residual.add(self.attention(normed, layout, path, beside))
         normed, residual = self.mlp_norm(residual, layout.gate)
         return residual.add(self.mlp(normed))

@@ -70,18 +70,9 @@ class ModelConfig:
     fork_reach: int | None = None
     """Forks are visible to their own token and to so many tokens after it; 0: to their own bubble alone. None: to all
     later tokens. Originals are always visible to all, and what nobody can see is not cached."""
-    second_pass: int | None = None
-    """Forks alone go through the blocks from this one to the last a second time: depth for the prediction, none for the
-    state. Needs `fork_reach=0`, and no fork layer after this block. None: no second pass."""
-    deep_memory: bool = False
-    """Originals go through all blocks first; then forks, which read keys and values made from the last states of
-    originals. Needs `fork_reach=0` and a single fork layer."""
-    previous_state: bool = False
-    """Originals go through all blocks first; then forks, which start from their parent's state plus a projection of the
-    last state of the previous token. Needs `fork_reach=0` and a single fork layer."""
-    after_original: bool = False
-    """Forks start from the last state of their own token's original and go through the blocks from the fork layer on,
-    next to originals as they were there. Needs `fork_reach=0` and a single fork layer."""
+    feedback: bool = False
+    """Forks also start from the last state of the previous token: originals go through all blocks first, without seeing
+    any fork. Needs `fork_reach=0` and a single fork layer."""
     gate_qk: bool = True
     """Add the key's log score to the attention logits."""
     gate_v: bool = True
@@ -135,15 +126,13 @@ class ModelConfig:
             _require(isinstance(value, str) and value in get_args(kind), name, value, f"choose one of {get_args(kind)}")
         self._check_forks()
         for name in (
+            "feedback",
             "gate_qk",
             "gate_v",
             "gate_residual",
             "own_scores",
             "relative_scores",
             "head_gate",
-            "deep_memory",
-            "previous_state",
-            "after_original",
             "authors_compat",
         ):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "give True or False")
@@ -196,13 +185,8 @@ class ModelConfig:
             self.fork_reach,
             f"give a whole number of tokens from 0 to {most:,}, or None for no limit",
         )
-        if self.second_pass is not None:
-            self._check_second_pass()
-        if self.originals_first:
-            name, on = "deep_memory, previous_state, after_original", True
-            _require(len(self.fork_layers) == 1, name, on, "give one fork layer")
-            _require(self.fork_reach == 0, name, on, "later tokens must not see forks: set fork_reach=0")
-            _require(self.second_pass is None, name, on, "leave second_pass None")
+        if self.feedback is True:
+            self._check_feedback()
         _require(
             self.budget_mode == "proportional" or self.selection == "block",
             "budget_mode",
@@ -210,18 +194,11 @@ class ModelConfig:
             f"{FIXED_BUDGET} requires selection='block'",
         )
 
-    def _check_second_pass(self) -> None:
-        name, block = "second_pass", self.second_pass
-        first = self.fork_layers[-1] if self.fork_layers else self.n_layer
-        _require(bool(self.fork_layers), name, block, "it is for forks, and there is no fork layer: leave it None")
-        _require(
-            is_whole(block) and first <= block < self.n_layer,  # type: ignore[operator]
-            name,
-            block,
-            f"give a block from the last fork layer on, {first} to {self.n_layer - 1}",
-        )
-        _require(self.fork_reach == 0, name, block, "later tokens must not see forks: set fork_reach=0")
-        _require(self.merge != "original", name, block, "merge='original' does not read forks: choose another merge")
+    def _check_feedback(self) -> None:
+        name, on = "feedback", self.feedback
+        _require(len(self.fork_layers) == 1, name, on, f"it needs one fork layer, here are {len(self.fork_layers)}")
+        _require(self.fork_reach == 0, name, on, "later tokens must not see forks: set fork_reach=0")
+        _require(self.merge != "original", name, on, "merge='original' does not read forks: choose another merge")
 
     def _check_authors_compat(self) -> None:
         """The authors' code supports one setting of each of these."""
@@ -234,7 +211,7 @@ class ModelConfig:
             ("block", "gpt2"),
             ("copies", 1),
             ("fork_reach", None),
-            ("second_pass", None),
+            ("feedback", False),
             ("gate_qk", True),
             ("gate_v", True),
             ("gate_residual", True),
@@ -254,10 +231,6 @@ class ModelConfig:
     def is_causal(self) -> bool:
         """Whether a token's streams depend on tokens up to it only, so that nothing is ever revised."""
         return not self.fork_layers or self.selection == "causal"
-
-    @property
-    def originals_first(self) -> bool:
-        return self.deep_memory or self.previous_state or self.after_original
 
     @property
     def form(self) -> Form:

@@ -2,7 +2,7 @@
 
 Per layer, forward + backward takes 6 · 12 D² per stream (with `block="modern"` about as much) and 6 · S² · D per row of
 S streams (the causal half of attention, and of it only the visible pairs with `fork_reach`); `head_gate` adds 6 · D · N
-per stream, and decoding 6 · D · V per decoded row. Forks count once more in the blocks of a second pass. A third of
+per stream, and decoding 6 · D · V per decoded row. A third of
 this is the forward. Padding and activation checkpointing do not count as work.
 """
 
@@ -51,26 +51,19 @@ def flops(config: ModelConfig, n_tokens: int) -> int:
     width = config.width
     weights = 4 * width**2 + (2 if config.block == "gpt2" else 3) * width * config.hidden  # of a block's matrices
     weights += width * config.n_head if config.head_gate else 0
-    blocks = sum(6 * weights * s + 12 * width * visible_pairs(config, s, n_tokens) for s in streams)
-    if config.second_pass is not None:
-        forks = streams[-1] - n_tokens
-        pairs = visible_pairs(config, streams[-1], n_tokens, n_queries=forks)
-        blocks += (config.n_layer - config.second_pass) * (6 * weights * forks + 12 * width * pairs)
-    if config.deep_memory:  # keys and values of the last states
-        blocks += (config.n_layer - config.fork_layers[0]) * 12 * width**2 * n_tokens
+    blocks: int | Fraction = sum(6 * weights * s + 12 * width * visible_pairs(config, s, n_tokens) for s in streams)
+    if config.feedback:  # the projection of each token's last state
+        blocks += 6 * width**2 * n_tokens
     return round(blocks) + 6 * width * config.vocab_size * decoded  # output projection
 
 
-def visible_pairs(config: ModelConfig, n_streams: int, n_tokens: int, *, n_queries: int | None = None) -> Fraction:
+def visible_pairs(config: ModelConfig, n_streams: int, n_tokens: int) -> Fraction:
     """Pairs of a query and a key that it sees, in a block of one row: S²/2, or fewer if forks have a short reach.
-
-    `n_queries`: of the streams, by default all.
 
     Forks are taken to be spread evenly over the tokens: of the pairs with a fork as key, those count whose tokens are
     within the reach, a share of the pairs of tokens.
     """
-    n_queries = n_streams if n_queries is None else n_queries
-    originals, forks = Fraction(n_queries * n_tokens, 2), Fraction(n_queries * (n_streams - n_tokens), 2)
+    originals, forks = Fraction(n_streams * n_tokens, 2), Fraction(n_streams * (n_streams - n_tokens), 2)
     if config.fork_reach is None:
         return originals + forks
     near = min(config.fork_reach, n_tokens - 1)

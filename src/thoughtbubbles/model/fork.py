@@ -7,9 +7,9 @@ Each stream i gets two scores, σ(f(x_i)) = [fork_i, keep_i], which multiply the
 with `own_scores` the parent's is left out.
 
 Candidates are ordered [fork_0, keep_0, fork_1, keep_1, …] and survivors keep this order, so a fork is directly left of
-its parent. A surviving fork starts as its parent's x plus a learned embedding. Selection has no gradient: scores are
-learned through the attenuation of attention and of residual updates, and through the merge. With `score_noise`,
-training chooses by noisy scores.
+its parent. A surviving fork starts as its parent's x plus a learned embedding; with `feedback` more is added to it
+later (feedback.py). Selection has no gradient: scores are learned through the attenuation of attention and of residual
+updates, and through the merge. With `score_noise`, training chooses by noisy scores.
 """
 
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from thoughtbubbles.model.config import OURS
 from thoughtbubbles.model.gradients import gather_with_inverse, norm_and_project
+from thoughtbubbles.model.linear import Linear
 from thoughtbubbles.model.selection import AnyRule, candidate_keys, candidate_levels, pack
 from thoughtbubbles.model.streams import Streams, at_least_float32, bubble_sizes, is_original, take
 
@@ -66,16 +67,27 @@ class ForkLayer(nn.Module):
         score_noise: int | float = 0,
         levels: int = OURS.levels,
         own_scores: bool = False,
+        feedback: bool = False,
     ):
         super().__init__()
         self.levels, self.own_scores, self.score_noise = levels, own_scores, score_noise
         self.norm = nn.LayerNorm(width)
         self.score = ScoreHead(width, bias=score_bias)
         self.embedding = nn.Parameter(torch.empty(width))
+        self.feedback_norm = nn.LayerNorm(width) if feedback else None
+        self.feedback = Linear(width, width) if feedback else None
 
     def log_scores(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S 2"]:
         with torch.autocast(x.device.type, enabled=False):
             return self.score(x, self.norm)
+
+    def feed_back(self, last: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
+        """What forks get of the previous token's last state (feedback.py)."""
+        assert self.feedback is not None
+        assert self.feedback_norm is not None
+        norm = self.feedback_norm
+        weight, bias = norm.weight.to(last.dtype), norm.bias.to(last.dtype)
+        return self.feedback(F.layer_norm(last, norm.normalized_shape, weight, bias, norm.eps)).to(last.dtype)
 
     def forward(
         self, streams: Streams, lengths: Int[Tensor, "B"], *, n_tokens: int, rule: AnyRule

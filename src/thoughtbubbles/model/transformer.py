@@ -3,7 +3,7 @@
 ids (B,T) → embedding → Streams: x (B,S=T,D), log score 0, token 0 … T−1          (copy-N starts with S = N·T)
   each layer:  [fork: scores (B,S,2) → candidates (B,2S) → select under the budget → gather]
                attention at real-valued positions, attenuated by the key's score; attention and MLP updates × score
-  [second pass: forks alone through the last blocks again]
+  [feedback: originals through all layers first, then forks]
 Streams → merge per bubble → (B,T) predictions
 """
 
@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -21,15 +20,12 @@ from thoughtbubbles.model.attention import PATHS, AttentionPath, recording_atten
 from thoughtbubbles.model.block import Block, Residual
 from thoughtbubbles.model.budget import Budget, BudgetLike
 from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.feedback import originals_first
 from thoughtbubbles.model.fork import ForkLayer, ForkRecord, ScoreHead
-from thoughtbubbles.model.gradients import gather_with_inverse
 from thoughtbubbles.model.initial import SkipInit, draw_normal, has_numbers
 from thoughtbubbles.model.layout import Layout, find_layout
-from thoughtbubbles.model.linear import Linear
 from thoughtbubbles.model.loss import IGNORED
-from thoughtbubbles.model.second_pass import KeysValues, keeping, second_pass
-from thoughtbubbles.model.selection import pack
-from thoughtbubbles.model.streams import Streams, accumulation_dtype, is_original, take_or_zero
+from thoughtbubbles.model.streams import Streams, accumulation_dtype
 
 
 class Output(NamedTuple):
@@ -66,13 +62,12 @@ class Thoughtbubbles(nn.Module):
                         score_noise=config.score_noise,
                         levels=config.form.levels,
                         own_scores=config.own_scores,
+                        feedback=config.feedback,
                     )
                     for layer in config.fork_layers
                 }
             )
             self.final_norm = nn.LayerNorm(config.width)
-            self.previous = Linear(config.width, config.width) if config.previous_state else None
-            self.previous_norm = nn.LayerNorm(config.width) if config.previous_state else None
         self.init_weights()
 
     @torch.no_grad()
@@ -82,7 +77,8 @@ class Thoughtbubbles(nn.Module):
         | ---------------------------------------------- | ----------------------------------------- |
         | embedding (tied to the output projection)      | N(0, 0.02)                                |
         | attention.qkv, attention.gate (if any), mlp.up | N(0, 0.02)                                |
-        | attention.out, mlp.down (into the residual)    | N(0, 0.02 / √(2 · n_layer))               |
+        | attention.out, mlp.down, forks.*.feedback (if  | N(0, 0.02 / √(2 · n_layer))               |
+        | any): into the residual                        |                                           |
         | biases                                         | 0                                         |
         | norms                                          | weight 1, bias (if any) 0                 |
         | forks.*.score                                  | N(0, 0.02), bias (if any) `score_bias`    |
@@ -94,7 +90,7 @@ class Thoughtbubbles(nn.Module):
         deviations = {"embedding.weight": 0.02}
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                deviations[f"{name}.weight"] = into_residual if name.endswith((".out", ".down", "previous")) else 0.02
+                deviations[f"{name}.weight"] = into_residual if name.endswith((".out", ".down", ".feedback")) else 0.02
                 nn.init.zeros_(module.bias)
             elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
                 module.reset_parameters()
@@ -169,69 +165,37 @@ class Thoughtbubbles(nn.Module):
             next_logits=self.next_logits(streams, given.lengths, n_tokens) if "next_logits" in want else None,
             token_nll=nll,
             forks=forks if trace else None,
-            attention=tuple(attention) or None,
+            attention=self.of_all_streams(attention) or None,
         )
 
-    def run_layers(self, given: inputs.Inputs, path: AttentionPath) -> tuple[Streams, tuple[ForkRecord, ...]]:
-        n_tokens, again = given.ids.shape[1], self.config.second_pass
+    def run_layers(
+        self, given: inputs.Inputs, path: AttentionPath, path_of_forks: AttentionPath | None = None
+    ) -> tuple[Streams, tuple[ForkRecord, ...]]:
+        """`path_of_forks`: with `feedback`, of the forks, which go through the blocks after the originals."""
+        n_tokens, path_of_forks = given.ids.shape[1], path_of_forks or path
         streams = self.embed(given)
         layout = self.layout(streams, n_tokens, has_forked=False)
         residual, forks = Residual(streams.x), []
-        kept: list[KeysValues] = []
         for layer, block in enumerate(self.blocks):
-            if layer == again:
-                path = keeping(path, kept, self.config.n_layer - layer)
             if layer in self.config.fork_layers:
                 streams = self.apply_update(streams, residual, layout)
                 streams, record = self.forks[str(layer)](streams, given.lengths, n_tokens=n_tokens, rule=given.rule)
                 layout, residual = self.layout(streams, n_tokens), Residual(streams.x)
-                takes_kernel = again is None and cast(Block, block).attention.takes_kernel(streams.x, path)
-                if layout.reach is not None and not takes_kernel:
+                if layout.reach is not None and not cast(Block, block).attention.takes_kernel(streams.x, path_of_forks):
                     layout = layout._replace(visible=layout.reach.visible())  # once for all blocks
                 forks.append(ForkRecord(*record[:-1], layer))  # type: ignore[call-arg]
-                if self.config.originals_first:
-                    return self.read_finished(layer, streams, layout, path, n_tokens=n_tokens), tuple(forks)
+                if self.config.feedback:
+                    # A row has a stream for each token; under a fixed budget a short row has as many as a full one.
+                    n_forks = streams.token.shape[1] - (n_tokens if given.rule.fixed_tokens is None else 1)
+                    paths, sizes = (path, path_of_forks), {"n_tokens": n_tokens, "n_forks": n_forks}
+                    return originals_first(self, layer, streams, layout, *paths, **sizes), tuple(forks)
             residual = block(residual, layout, path)
-        streams = self.apply_update(streams, residual, layout)
-        if again is not None:
-            blocks, attend, n_slots = self.blocks[again:], PATHS[self.attention], streams.token.shape[1]
-            # A row has a stream for each token; under a fixed budget a short row has as many slots as a full one.
-            n_forks = n_slots - (n_tokens if given.rule.fixed_tokens is None else 1)
-            streams = second_pass(blocks, streams, layout, kept, attend, n_tokens=n_tokens, n_forks=n_forks)
-        return streams, tuple(forks)
+        return self.apply_update(streams, residual, layout), tuple(forks)
 
-    def read_finished(
-        self, layer: int, streams: Streams, layout: Layout, path: AttentionPath, *, n_tokens: int
-    ) -> Streams:
-        """Originals through all blocks; then forks, next to the originals as they are in the end."""
-        original = is_original(streams.token, n_tokens)
-        own, place = pack(original, n_tokens)
-        alone = Streams(
-            gather_with_inverse(streams.x, own, place[..., None]),
-            gather_with_inverse(streams.log_score, own, place[..., None]),
-            torch.where(own < streams.token.shape[1], take_or_zero(streams.token, own), n_tokens),
-        )
-        first = self.layout(alone, n_tokens)._replace(reach=None)
-        residual, before = Residual(alone.x), []
-        for block in self.blocks[layer:]:
-            if not self.config.deep_memory:
-                residual = Residual(residual.total(first.gate))
-                before.append(gather_with_inverse(residual.x, place, own[..., None]))
-            residual = block(residual, first, path)
-        last = self.apply_update(alone, residual, first).x
-        memory = gather_with_inverse(last, place, own[..., None])
-        seen = [memory] * len(self.blocks[layer:]) if self.config.deep_memory else before
-        x = streams.x
-        if self.config.after_original:
-            x = F.pad(memory[:, 1:], (0, 0, 0, 1)) + self.forks[str(layer)].embedding.to(memory.dtype)
-        if self.previous is not None:
-            said = F.pad(self.previous(self.previous_norm(last[:, :-1])), (0, 0, 1, 0))
-            # A trial with one fork per token, directly left of its original.
-            x = x + F.pad(gather_with_inverse(said, place, own[..., None])[:, 1:], (0, 0, 0, 1))
-        for block, other in zip(self.blocks[layer:], seen, strict=True):
-            x = torch.where(original[..., None], other, x)
-            x = block(Residual(x), layout, path).total(layout.gate)
-        return Streams(torch.where(original[..., None], memory, x), streams.log_score, streams.token)
+    def of_all_streams(self, attention: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """One for each block: with `feedback` the recorded ones of originals alone are left out."""
+        n_layer = self.config.n_layer
+        return (*attention[: n_layer - (len(attention) - n_layer)], *attention[n_layer:])
 
     def layout(self, streams: Streams, n_tokens: int, *, has_forked: bool = True) -> Layout:
         return find_layout(streams, self.config, n_tokens=n_tokens, has_forked=has_forked)

@@ -41,8 +41,7 @@ def parallelize(model: Thoughtbubbles, world: World, compute: ComputeConfig) -> 
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
     if compute.compiles(device):
         is_graph_of_kernels = uses_graph(compute, world) and _is_all_kernels(model, compute, device)
-        # Attention of a second pass is given other keys in every block, each of which would be compiled by itself.
-        _compile(model, blocks=not is_graph_of_kernels and model.config.second_pass is None)
+        _compile(model, blocks=not is_graph_of_kernels)
     if world.is_distributed:
         _shard(model, world, find_precision(compute, device))
 

@@ -113,17 +113,19 @@ BLOCK = "block selection (the paper's), 2 streams per token"
 TUNED = {"plain": {"lr": 3e-3, "weight_decay": 0.1}, "r2": {"lr": 3e-3, "weight_decay": 0.1}}
 # Every fork is seen inside its bubble alone, has score 1, and predicts; originals carry state for later tokens.
 STATE: dict[str, Any] = {"fork_reach": 0, "merge": "forks", "score_bias": 60}
+EVERY = "every token forked once before block {layer}, all scores 1, private; forks predict"
+FEEDBACK = "`state-3`, forks start from the last state of the previous token too"
 LONG = plain_model(n_layer=12, n_head=4, width=256)
 LONG_OPTIM = OptimConfig(warmup=0.02)
 
 
 def gated_forks() -> dict[str, Row]:
     """Candidates for better forks with the gate per head, and their control without a fork."""
-    every = "every token forked once before block 3, all scores 1, private; forks predict"
     models = {
         "r1-gate": ("r = 1", forks(1)),
         "r2-gate": ("r = 2", forks(2)),
-        "state-3-gate": (every, forks(2, layers=(3,), **STATE)),
+        "state-3-gate": (EVERY.format(layer=3), forks(2, layers=(3,), **STATE)),
+        "feedback-3-gate": (FEEDBACK, forks(2, layers=(3,), **STATE, feedback=True)),
     }
     return {
         name: Row(what=f"{what}; a sigmoid gate per head", model={**model, "head_gate": True}, optim=TUNED["r2"])
@@ -160,6 +162,8 @@ def long() -> Protocol:
         "copy-3": Row(what="copy-3: every embedding three times", model={"copies": 3}, optim=plain),
         "wider": Row(what="plain GPT of width 384", model={"width": 384, "n_head": 6}, optim=plain),
         "longer": Row(what="plain GPT, 1.8 × the tokens", optim=plain, length=1.8),
+        "state-3": Row(what=EVERY.format(layer=3), model=forks(2, layers=(3,), **STATE), optim=forked),
+        "feedback-3": Row(what=FEEDBACK, model=forks(2, layers=(3,), **STATE, feedback=True), optim=forked),
         **gated_forks(),
         **{f"r{budget}-late": late_forks(budget) for budget in (2, 4)},
     }
@@ -215,37 +219,23 @@ def screen() -> Protocol:
         },
         **{
             f"state-{layer}": Row(
-                what=f"every token forked once before block {layer}, all scores 1, private; forks predict",
+                what=EVERY.format(layer=layer),
                 model=forks(2, layers=(layer,), **STATE),
                 optim=forked,
             )
             for layer in (0, 3, 6)
         },
         **{
-            f"state-{layer}-again": Row(
-                what=f"`state-{layer}`, forks go through all blocks from {layer} on a second time",
-                model=forks(2, layers=(layer,), **STATE, second_pass=layer),
-                optim=forked,
-            )
-            for layer in (3, 6)
-        },
-        **{
-            f"state-{layer}-deep{how}": Row(
-                what=f"`state-{layer}`, forks read the last states of earlier tokens{says}",
-                model={**forks(2, layers=(layer,), **STATE, deep_memory=True), **change},
+            f"feedback-{layer}": Row(
+                what=f"`state-{layer}`, forks start from the last state of the previous token too",
+                model=forks(2, layers=(layer,), **STATE, feedback=True),
                 optim=forked,
             )
             for layer in (0, 3, 6)
-            for how, says, change in (("", "", {}), ("-residual", "; both predict", {"merge": "residual"}))
         },
-        "state-3-after": Row(
-            what="`state-3`, but forks start from the last state of their token and go through blocks 3 to 11",
-            model=forks(2, layers=(3,), **STATE, after_original=True),
-            optim=forked,
-        ),
-        "state-3-previous": Row(
-            what="`state-3`, forks start from the last state of the previous token too",
-            model=forks(2, layers=(3,), **STATE, previous_state=True),
+        "feedback-3-residual": Row(
+            what="`feedback-3`, originals predict too",
+            model=forks(2, layers=(3,), **{**STATE, "merge": "residual"}, feedback=True),
             optim=forked,
         ),
         **gated_forks(),

@@ -63,7 +63,10 @@ class Form:
 FORMS = {
     "plain": Form(what="plain GPT, 2 heads", model={}),
     "heads": Form(what="plain GPT, 4 heads", model={"n_head": 4}),
-    "deep": Form(what="plain GPT, 7 layers, as many as a fork passes in `r1.25-again`", model={"n_layer": 7}),
+    "deep": Form(
+        what="plain GPT, 7 layers, as deep as `feedback`",
+        model={"n_layer": 7},
+    ),
     "r1": Form(what="scores and attenuation, no fork survives", model={**FORKS, "budget": 1}),
     "copy-2": Form(what="every embedding twice", model={"copies": 2}),
     "block-r2": Form(what="block selection, 2 streams per token", model={**FORKS, "selection": "block", "budget": 2}),
@@ -74,9 +77,9 @@ FORMS = {
     "r2-elastic": Form(
         what="`r2`, each step with 1 or 2 streams per token", model={**FORKS, "budget": 2}, budgets=(1.0, 2.0)
     ),
-    "r1.25-again": Form(
-        what="5 streams per 4 tokens, forks before block 1, private, blocks 1 to 3 twice for them",
-        model={**FORKS, "fork_layers": (1,), "budget": 1.25, "fork_reach": 0, "second_pass": 1},
+    "feedback": Form(
+        what="every token forked before block 1, private; forks start from the last state of the previous token too",
+        model={**FORKS, "fork_layers": (1,), "budget": 2, "fork_reach": 0, "feedback": True, "merge": "forks"},
     ),
 }
 

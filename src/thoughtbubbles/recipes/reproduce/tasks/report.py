@@ -19,7 +19,7 @@ from thoughtbubbles.recipes.reproduce.tasks.records import accuracy, hard_accura
 
 Records = Mapping[str, Mapping[int, Record]]  # of a task, by form and seed
 RIVALS = ("plain", "heads", "deep", "r1", "copy-2")  # what bubbles have to beat, at the same FLOPs
-BUBBLES = ("r1.25", "r2", "r4", "r2-elastic", "r1.25-again")
+BUBBLES = ("r1.25", "r2", "r4", "r2-elastic", "feedback")
 FORKING = ("block-r2", "block-r4", *BUBBLES)
 
 
