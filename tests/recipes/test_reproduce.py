@@ -98,7 +98,7 @@ def test_every_row_is_a_run(name):
     for row in found.rows:
         model = config(name, row).model
         assert parameter_count(model) > 0
-        if model.fork_layers and (name == "screen" or row.startswith("state")):
+        if model.fork_layers and (name == "screen" or row.startswith(("state", "feedback"))):
             continue  # they compare merges
         assert model.merge == ("residual" if model.fork_layers else "original")
 

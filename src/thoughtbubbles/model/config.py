@@ -196,7 +196,7 @@ class ModelConfig:
 
     def _check_feedback(self) -> None:
         name, on = "feedback", self.feedback
-        _require(len(self.fork_layers) == 1, name, on, f"it needs one fork layer, here are {len(self.fork_layers)}")
+        _require(len(self.fork_layers) == 1, name, on, f"give one fork layer, not {len(self.fork_layers)}")
         _require(self.fork_reach == 0, name, on, "later tokens must not see forks: set fork_reach=0")
         _require(self.merge != "original", name, on, "merge='original' does not read forks: choose another merge")
 

@@ -26,8 +26,8 @@ VOCABULARY = 384  # 256 bytes and end-of-text, rounded up
 FORKS = {"fork_layers": (1, 2, 3), "merge": "residual"}
 SAMPLE = 256  # training examples whose lengths stand for all
 REFERENCE = "r2"  # the form whose FLOPs all others get
-# Learning rates of the forms without fork layers and of those with them. Once `tasks-sweep` is recorded, a test
-# compares them with its best ones.
+# Learning rates of the forms without fork layers and of those with them: the best ones of `tasks-sweep`, with which a
+# test compares them.
 TUNED = {"plain": 5e-4, "r2": 5e-4}
 SWEPT_TASKS, SWEPT_RATES = ("lookups", "parity"), (5e-4, 1e-3, 2e-3, 4e-3)
 
