@@ -23,10 +23,15 @@ from thoughtbubbles.train.precision import MixedPrecision
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
+FEEDBACK = {"fork_layers": (1,), "fork_reach": 0, "feedback": True, "merge": "forks"}
+
+
 @pytest.mark.parametrize("selection", ["block", "causal"])
-@pytest.mark.parametrize("merge", ["mixture", "residual", "original"])
-def test_gpu_equals_cpu_in_float64(merge, selection):
-    config = small_config(merge=merge, selection=selection, block_size=64)
+@pytest.mark.parametrize(
+    "form", [*({"merge": each} for each in ("mixture", "residual", "original")), FEEDBACK], ids=str
+)
+def test_gpu_equals_cpu_in_float64(form, selection):
+    config = small_config(**form, selection=selection, block_size=64)
     ids, lengths, budgets = random_ids(config, 3, 64), [64, 33, 1], [1.15, 2, 4]
     found = []
     for device in ("cpu", "cuda"):
@@ -204,7 +209,8 @@ def test_a_block_on_our_kernels(streams, head, with_copies, head_gate):
 
 def training_model(**changes) -> tuple[Thoughtbubbles, torch.Tensor]:
     torch.manual_seed(0)
-    config = ModelConfig(n_layer=4, n_head=4, width=256, vocab_size=1024, fork_layers=(1, 2, 3), **changes)
+    shape = {"n_layer": 4, "n_head": 4, "width": 256, "vocab_size": 1024, "fork_layers": (1, 2, 3)}
+    config = ModelConfig(**{**shape, **changes})
     return Thoughtbubbles(config).cuda(), torch.randint(1024, (4, 512), device="cuda")
 
 
@@ -222,9 +228,11 @@ def step(model: Thoughtbubbles, ids: torch.Tensor, products: MixedPrecision) -> 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("with_copies", [True, False])
-@pytest.mark.parametrize("merge", ["mixture", "residual", "original"])
-def test_a_training_step_never_waits_for_the_device(merge, with_copies):
-    model, ids = training_model(merge=merge)
+@pytest.mark.parametrize(
+    "form", [*({"merge": each} for each in ("mixture", "residual", "original")), FEEDBACK], ids=str
+)
+def test_a_training_step_never_waits_for_the_device(form, with_copies):
+    model, ids = training_model(**form)
     products = products_of(model, with_copies)
     step(model, ids, products)
     try:
@@ -236,11 +244,11 @@ def test_a_training_step_never_waits_for_the_device(merge, with_copies):
 
 
 @pytest.mark.parametrize("with_copies", [True, False])
-@pytest.mark.parametrize("merge", ["mixture", "residual"])
-def test_the_same_bits_twice(merge, with_copies, monkeypatch):
+@pytest.mark.parametrize("form", [{"merge": "mixture"}, {"merge": "residual"}, FEEDBACK], ids=str)
+def test_the_same_bits_twice(form, with_copies, monkeypatch):
     """With torch's own switch for it: our sums have no atomics whose order matters."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    model, ids = training_model(merge=merge)
+    model, ids = training_model(**form)
     products = products_of(model, with_copies)
     torch.use_deterministic_algorithms(True)
     try:
@@ -251,9 +259,9 @@ def test_the_same_bits_twice(merge, with_copies, monkeypatch):
 
 
 @pytest.mark.parametrize("with_copies", [True, False])
-@pytest.mark.parametrize("merge", ["mixture", "residual"])
-def test_bfloat16_against_float32(merge, with_copies):
-    model, ids = training_model(merge=merge)
+@pytest.mark.parametrize("form", [{"merge": "mixture"}, {"merge": "residual"}, FEEDBACK], ids=str)
+def test_bfloat16_against_float32(form, with_copies):
+    model, ids = training_model(**form)
     rounded = step(model, ids, products_of(model, with_copies))
     model.zero_grad()
     exact = model(ids, targets=ids.roll(-1, 1)).loss
