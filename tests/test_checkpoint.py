@@ -161,6 +161,7 @@ def change_config(folder: Path, **changes: object) -> None:
             {"feedback": True, "fork_layers": [1], "fork_reach": 0, "merge": "original"},
             "merge='original' does not read",
         ),
+        ({"second_pass": 3}, "second_pass = 3: this version does not have it"),
         ({"feedback": 1}, "feedback = 1: give True or False"),
         ({"feedback": True, "fork_layers": []}, "feedback = True: give one fork layer, not 0"),
         ({"fork_layers": [True]}, "fork_layers"),

@@ -36,7 +36,7 @@ from thoughtbubbles.files import (
     short_name,
     write_json,
 )
-from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.model.config import ModelConfig, without_removed
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -204,6 +204,7 @@ def read_config(folder: Path) -> ModelConfig:
     if isinstance(layers := described.get("fork_layers"), list):  # JSON has lists only
         described["fork_layers"] = tuple(layers)
     try:
+        without_removed(found)
         return ModelConfig(**described)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} does not describe a model ({error}): {DAMAGED}") from None

@@ -101,6 +101,16 @@ def test_forks_out_of_reach_are_no_keys(found):
         assert per_key[3] == (None if keys is None else pytest.approx((1 / 4 + 1 / 5) / keys))
 
 
+def test_originals_that_come_first_see_no_forks():
+    config = small_config(vocab_size=384, fork_layers=(1,), fork_reach=0, feedback=True, merge="forks")
+    traced = trace(lively_model(config), BYTES.encode("abcdef"), tokenizer=BYTES, attention=True)
+    numbers = attention.numbers([traced])
+    for block in numbers["blocks"][1:]:
+        assert block["original"]["per_key"][1] is block["original"]["per_key"][3] is None
+        assert block["fork"]["per_key"][2] is not None
+    assert attention.sentence(numbers) == "Originals see no forks: they go through the blocks first."
+
+
 def test_attention_that_goes_to_one_place(found):
     """Block 1: every stream from b on looks only at the fork of b."""
     weights = torch.eye(5)[None].clone()
@@ -136,9 +146,10 @@ def test_norms_of_given_updates():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_unused_slots_do_not_count_as_written():
+@pytest.mark.parametrize("form", [{}, {"fork_reach": 0, "feedback": True}], ids=["all at once", "forks last"])
+def test_unused_slots_do_not_count_as_written(form):
     """Without gates every stream writes the same, however many slots a causal selection leaves empty."""
-    model = one_fork_model(selection="causal", budget=2, gate_residual=False)
+    model = one_fork_model(selection="causal", budget=2, gate_residual=False, **form)
     with torch.no_grad():
         model.blocks[1].mlp.down.bias[0] = 1e-6
         model.forks["1"].score.weight.mul_(-1)

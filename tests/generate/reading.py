@@ -129,8 +129,8 @@ def assert_same_state(ours: Cache, our_row: int, theirs: Cache, their_row: int, 
     assert int(ours.n_tokens[our_row]) == int(theirs.n_tokens[their_row])
     assert int(ours.next_cap()[our_row]) == int(theirs.next_cap()[their_row])
     n_tokens = int(ours.n_tokens[our_row])
-    if ours.state is not None:
-        last, other = ours.state[our_row, :n_tokens], theirs.state[their_row, :n_tokens]
+    if ours.last is not None:
+        last, other = ours.last[our_row, :n_tokens], theirs.last[their_row, :n_tokens]
         torch.testing.assert_close(last, other, atol=SAME_ROW, rtol=0)
     for a, b in zip(state(ours, our_row, reach=reach), state(theirs, their_row, reach=reach), strict=True):
         assert a.used == b.used

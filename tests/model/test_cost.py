@@ -53,7 +53,7 @@ def test_a_reach_costs_less():
 
 
 def test_feedback_costs_a_projection():
-    """Of each token's last state, with a norm before it; the rest is work that forks have anyway."""
+    """Of each token's last state, with a norm before it; what is computed again does not count."""
     without, feedback = (
         cost(named("150m", merge="forks", fork_layers=(3,), fork_reach=0, feedback=on)) for on in (False, True)
     )

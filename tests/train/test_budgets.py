@@ -9,7 +9,8 @@ import pytest
 from runs import assert_same_bits, small_run
 
 from thoughtbubbles.model.cost import cost
-from thoughtbubbles.train.config import differences
+from thoughtbubbles.train.config import RunConfig, differences
+from thoughtbubbles.train.fields import from_record
 from thoughtbubbles.train.loop import train
 
 BUDGETS = (1.0, 1.5, 4.0)
@@ -108,6 +109,17 @@ def test_a_run_from_before_a_setting_existed_is_the_same_run(tmp_path):
         "model.own_scores was False, is True"
     ]
     assert differences(before, {**now, "forks_from": 0.5}) == ["forks_from was 0.0, is 0.5"]
+
+
+def test_a_run_with_a_setting_that_is_gone(tmp_path):
+    """`second_pass` is: a run that did not use it goes on."""
+    now = small_run(tmp_path / "run")
+    before = now.as_dict()
+    before["model"]["second_pass"] = None
+    assert from_record(RunConfig, before, where="run.json") == now
+    before["model"]["second_pass"] = 3
+    with pytest.raises(ValueError, match="second_pass = 3: this version does not have it"):
+        from_record(RunConfig, before, where="run.json")
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,14 @@ def test_one_seed_one_run(tmp_path):
     assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
 
 
+def test_init_from_a_model_without_feedback(tmp_path):
+    forms = {"model_fork_layers": (1,), "model_fork_reach": 0, "model_merge": "forks"}
+    save_model(tmp_path / "state", Thoughtbubbles(small_run(tmp_path, **forms).model))
+    said: list[str] = []
+    build_model(small_run(tmp_path / "run", init_from=tmp_path / "state", **forms, model_feedback=True), said.append)
+    assert said == [f"weights from {tmp_path / 'state'}; it has no feedback, which is newly initialized"]
+
+
 def test_init_from_a_plain_model_adds_fork_layers(tmp_path):
     plain = replace(small_run(tmp_path).model, fork_layers=(), merge="original")
     source = Thoughtbubbles(plain)

@@ -46,6 +46,8 @@ def _sums(trace: Trace, block: int, weights: Tensor) -> dict[str, Tensor]:
     same, visible = token[:, None] == token, torch.ones_like(weights, dtype=torch.bool).tril()
     if (reach := trace.settings["fork_reach"]) is not None:
         visible &= original | (token[:, None] - token <= reach)
+    if trace.settings["feedback"]:  # originals see no forks, since they come first
+        visible &= original | ~original[:, None]
     itself = torch.eye(len(streams), dtype=torch.bool)
     masks = (itself, same & ~itself, ~same & original, ~same & ~original)
     found = {}
@@ -75,6 +77,8 @@ def sentence(found: Mapping[str, Any]) -> str:
     if not having:
         return "No token of this text has a fork."
     place = found["to"].index(OWN)
+    if all(each["original"]["per_key"][place] is None for _, each in having):
+        return "Originals see no forks: they go through the blocks first."
     block, strongest = max(having, key=lambda pair: pair[1]["original"]["mass"][place])
     own, other = (strongest["original"]["per_key"][found["to"].index(name)] for name in (OWN, ORIGINALS))
     times = f", {own / other:.1f} × that of another original" if own and other else ""

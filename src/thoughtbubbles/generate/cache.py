@@ -60,7 +60,7 @@ class Cache(NamedTuple):
     numerator: Int[Tensor, "B"]  # of each row's budget
     denominator: Int[Tensor, "B"]
     capacity: int  # tokens that a row can hold
-    state: Float[Tensor, "B T D"] | None = None  # of each token's original after the last block; only with `feedback`
+    last: Float[Tensor, "B T D"] | None = None  # of each token's original after the last block; only with `feedback`
 
     @property
     def rows(self) -> int:
@@ -144,8 +144,8 @@ class Cache(NamedTuple):
         With `fork_reach` only if it is 0: else forks of the last of these tokens may be gone.
         """
         self.n_tokens[row] = n_tokens
-        if self.state is not None:
-            self.state[row, :n_tokens] = self.state[source, :n_tokens]
+        if self.last is not None:
+            self.last[row, :n_tokens] = self.last[source, :n_tokens]
         earlier = n_tokens  # streams of the span before, whose candidates have levels
         for span in self.spans:
             if span.level is not None:
@@ -178,7 +178,7 @@ class Cache(NamedTuple):
         starts = sorted({0, *config.fork_layers})
         return (
             self.capacity <= config.block_size
-            and (self.state is not None) == config.feedback
+            and (self.last is not None) == config.feedback
             and len(self.spans) == len(starts)
             and all(
                 span.key.shape[0] == end - start
@@ -221,9 +221,9 @@ class Cache(NamedTuple):
                     new.narrow(slots, 0, min(begin)).copy_(kept.narrow(slots, 0, min(begin)))
                     new.narrow(slots, begin[1], n).copy_(kept.narrow(slots, begin[0], n))
             spans.append(room._replace(used=now.used))
-        if self.state is not None and fresh.state is not None:
-            fresh.state[:, :held] = self.state[:, :held]
-        return self._replace(spans=tuple(spans), capacity=capacity, state=fresh.state)
+        if self.last is not None and fresh.last is not None:
+            fresh.last[:, :held] = self.last[:, :held]
+        return self._replace(spans=tuple(spans), capacity=capacity, last=fresh.last)
 
     def memory(self) -> "CacheMemory":
         """The size of the storage, counted on the tensors themselves; `cache_memory` predicts it."""
@@ -237,7 +237,7 @@ class Cache(NamedTuple):
             streams=bytes_of("log_score", "token", "kept"),
             levels=bytes_of("level"),
             counts=bytes_of("used") + row,
-            states=0 if self.state is None else self.state.untyped_storage().nbytes(),
+            states=0 if self.last is None else self.last.untyped_storage().nbytes(),
         )
 
     def _map(self, change: Callable[[Tensor, int], Tensor]) -> "Cache":
@@ -261,7 +261,7 @@ class Cache(NamedTuple):
             numerator=change(self.numerator, 0),
             denominator=change(self.denominator, 0),
             capacity=self.capacity,
-            state=None if self.state is None else change(self.state, 0),
+            last=None if self.last is None else change(self.last, 0),
         )
 
 
@@ -332,8 +332,8 @@ def new_cache(
         )
     n_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
     wide = accumulation_dtype(dtype)
-    state = torch.zeros(rows, capacity + 1, config.width, dtype=wide, device=device) if config.feedback else None
-    return Cache(tuple(spans), n_tokens, *budget_of_rows(budget, rows, device=device), capacity, state)
+    last = torch.zeros(rows, capacity + 1, config.width, dtype=wide, device=device) if config.feedback else None
+    return Cache(tuple(spans), n_tokens, *budget_of_rows(budget, rows, device=device), capacity, last)
 
 
 def budget_of_rows(budget: Budget, rows: int, *, device: torch.device | str) -> tuple[Tensor, Tensor]:

@@ -119,8 +119,8 @@ def _fill(model: Thoughtbubbles, given: inputs.Inputs, cache: Cache) -> tuple[Pr
         return PATHS[model.attention](q, k, v, layout)
 
     streams, forks = model.run_layers(given, path, PATHS[model.attention])
-    if cache.state is not None:
-        cache.state[:, :n_tokens] = take(streams.x, originals(streams.token, n_tokens))
+    if cache.last is not None:
+        cache.last[:, :n_tokens] = take(streams.x, originals(streams.token, n_tokens))
     spans = []
     records = dict(zip(model.config.fork_layers, forks, strict=True))
     for start, span in zip(sorted({0, *model.config.fork_layers}), cache.spans, strict=True):

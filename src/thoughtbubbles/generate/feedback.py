@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from thoughtbubbles.generate.cache import Cache
 from thoughtbubbles.model.attention import PATHS, gated
 from thoughtbubbles.model.block import Residual
+from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.feedback import layout_of
 from thoughtbubbles.model.layout import Layout, attenuation
 from thoughtbubbles.model.streams import Streams
@@ -25,8 +26,8 @@ def fed_back(
     fork: nn.Module, cache: Cache, row: Int[Tensor, "M"], number: Int[Tensor, "M"], dtype: torch.dtype
 ) -> Float[Tensor, "M D"]:
     """What forks of these tokens get: of the one before, which the first of a row does not have."""
-    assert cache.state is not None
-    before = cache.state[row, (number - 1).clamp(min=0)]
+    assert cache.last is not None
+    before = cache.last[row, (number - 1).clamp(min=0)]
     said = fork.feed_back(before.to(dtype))  # type: ignore[operator]
     return torch.where((number > 0)[:, None], said, 0)
 
@@ -71,33 +72,50 @@ def run_waiting(
     streams = waiting.streams._replace(x=waiting.streams.x.index_copy(1, waiting.originals, originals))
     if not len(fork):
         return streams
-    row, number = waiting.row[fork], waiting.number[fork]
-    rows = torch.tensor(list(n_tokens), device=fork.device)
+    rows, row, number = torch.tensor(list(n_tokens), device=fork.device), waiting.row[fork], waiting.number[fork]
     x = waiting.streams.x[0, fork]
     x = x + fed_back(model.forks[str(layer)], cache, rows[row], number, x.dtype)
-
-    def of_rows(kept: Float[Tensor, "R N S H"]) -> Float[Tensor, "1 N K H"]:
-        return torch.cat([kept[each, :, :n] for each, n in n_tokens.items()], dim=1)[None]
-
-    counts = torch.tensor(list(n_tokens.values()), device=fork.device)
-    of_row = torch.arange(len(n_tokens), device=fork.device).repeat_interleave(counts)
-    earlier = torch.cat([torch.arange(n, device=fork.device) for n in n_tokens.values()])
-    visible = (row[:, None] == of_row) & (number[:, None] > earlier)
-    itself = torch.eye(len(fork), dtype=torch.bool, device=fork.device)  # a token has one fork
-    visible = torch.cat([visible, itself], dim=1)[None]
     layout = waiting.layout_of(fork)
-    log_p = torch.cat([span.log_score[each, :n] for each, n in n_tokens.items()])[None]
-    bias = attenuation(log_p, config)[0]
-    if bias is not None and layout.key_bias is not None:
-        bias = torch.cat([bias, layout.key_bias], dim=1)
+    parts, first = [], 0
+    for (each, n), count in zip(n_tokens.items(), torch.bincount(row, minlength=len(rows)).tolist(), strict=True):
+        if count:
+            parts.append(_part(config, cache, layout, each, n, number, slice(first, first + count)))
+        first += count
     residual = Residual(x[None])
     for i, block in enumerate(model.blocks[layer:]):
 
         def path(q: Tensor, k: Tensor, v: Tensor, layout: Layout, i: int = i) -> Tensor:
-            key = torch.cat([of_rows(span.key[i]).to(k.dtype), k], dim=2)
-            value = torch.cat([of_rows(span.value[i]).to(v.dtype), gated(v, layout)], dim=2)
-            seen = layout._replace(key_bias=bias, value_gate=None, visible=visible)
-            return PATHS["reference"](q, key, value, seen)
+            key, value, v = span.key[i], span.value[i], gated(v, layout)
+            heads = []
+            for part in parts:
+                own, row, n = part.forks, slice(part.row, part.row + 1), part.n_tokens
+                keys = torch.cat([key[row, :, :n].to(k.dtype), k[:, :, own]], dim=2)
+                values = torch.cat([value[row, :, :n].to(v.dtype), v[:, :, own]], dim=2)
+                seen = layout._replace(key_bias=part.bias, value_gate=None, visible=part.visible)
+                heads.append(PATHS["reference"](q[:, :, own], keys, values, seen))
+            return torch.cat(heads, dim=2)
 
         residual = block(residual, layout, path)
     return streams._replace(x=streams.x.index_copy(1, fork, residual.total(layout.gate)))
+
+
+class Part(NamedTuple):
+    """The forks of one row, and what they see: originals of earlier tokens, and themselves."""
+
+    row: int
+    n_tokens: int
+    forks: slice
+    visible: Bool[Tensor, "1 f n+f"]
+    bias: Float[Tensor, "1 n+f"] | None
+
+
+def _part(
+    config: ModelConfig, cache: Cache, layout: Layout, row: int, n_tokens: int, number: Int[Tensor, "F"], forks: slice
+) -> Part:
+    of_token = number[forks, None]
+    earlier = of_token > torch.arange(n_tokens, device=number.device)
+    itself = torch.eye(len(of_token), dtype=torch.bool, device=number.device)  # a token has one fork
+    bias = attenuation(cache.spans[-1].log_score[row : row + 1, :n_tokens], config)[0]
+    if bias is not None and layout.key_bias is not None:
+        bias = torch.cat([bias, layout.key_bias[:, forks]], dim=1)
+    return Part(row, n_tokens, forks, torch.cat([earlier, itself], dim=1)[None], bias)

@@ -141,7 +141,9 @@ def read(
         run_fast = partial(run_chunk, config)
     if run_fast is not None and not supports(config):
         run_fast = None
-    waits = config.feedback and (batch.longest > 1 or run_fast is not None)  # forks for originals
+    waits = config.feedback and batch.longest > 1  # forks, for originals
+    if config.feedback and not waits:
+        run_fast = None  # the kernel's originals see their forks
     streams, n_earlier, waiting = embed(model, ids), 2 * held, None
     for start, span in zip(sorted({0, *config.fork_layers}), cache.spans, strict=True):
         used = span.used[rows]
@@ -187,9 +189,9 @@ def read(
             x = run_blocks(blocks, streams.x, span, layout, partial(packed_attention, where=where, view=view))
         streams = Streams(x, streams.log_score, streams.token)
     predict = batch.last if predict is None else predict
-    if cache.state is not None:
+    if cache.last is not None:
         own = (~new.is_fork).nonzero()[:, 0]
-        cache.state[rows[new.row[own]], new.token[own]] = streams.x[0, own].to(cache.state.dtype)
+        cache.last[rows[new.row[own]], new.token[own]] = streams.x[0, own].to(cache.last.dtype)
     if waiting is not None:
         of_rows = dict(zip(rows.tolist(), (held + batch.lengths).tolist(), strict=True))
         chosen = torch.isin(waiting.streams.token[0], predict)

@@ -76,8 +76,8 @@ def enter(
         added = 2 * (streams.token == 0).sum(1) * active
         streams, record = fork(streams, n_earlier, n_tokens=1, rule=rule)
         _append(span.level, n_earlier, added, record.level)  # of dropped candidates too
-        if cache.state is not None:
-            before = _at(cache.state, (n_tokens - 1).clamp(min=0))
+        if cache.last is not None:
+            before = _at(cache.last, (n_tokens - 1).clamp(min=0))
             said = fork.feed_back(before.to(streams.x.dtype))  # type: ignore[operator]
             said = torch.where(record.is_fork[..., None] & (n_tokens > 0)[:, None, None], said[:, None], 0)
             streams = Streams(streams.x + said, streams.log_score, streams.token)
@@ -108,12 +108,12 @@ def _at(storage: Float[Tensor, "B T D"], token: Int[Tensor, "B"]) -> Float[Tenso
     return storage.gather(1, token[:, None, None].expand(-1, 1, storage.shape[2]))[:, 0]
 
 
-def keep_state(cache: Cache, streams: Streams, active: Bool[Tensor, "B"]) -> None:
-    """The state of each active row's original, for the fork of the next token."""
-    assert cache.state is not None
-    slot = torch.where(active, cache.n_tokens, cache.state.shape[1] - 1)  # the last is never read
-    state = _at(streams.x, (streams.token == 0).sum(1) - 1)[:, None].to(cache.state.dtype)
-    cache.state.scatter_(1, slot[:, None, None].expand_as(state), state)
+def keep_last(cache: Cache, streams: Streams, active: Bool[Tensor, "B"]) -> None:
+    """The last state of each active row's original, for the fork of the next token."""
+    assert cache.last is not None
+    slot = torch.where(active, cache.n_tokens, cache.last.shape[1] - 1)  # the last is never read
+    state = _at(streams.x, (streams.token == 0).sum(1) - 1)[:, None].to(cache.last.dtype)
+    cache.last.scatter_(1, slot[:, None, None].expand_as(state), state)
 
 
 def _append(storage: Tensor, begin: Int[Tensor, "B"], n: Int[Tensor, "B"], values: Tensor) -> None:
@@ -202,7 +202,7 @@ def advance(
         x = parts.blocks(blocks, streams.x, span, view)
         streams = Streams(x, streams.log_score, streams.token)
         spans.append(span._replace(used=used))
-    if cache.state is not None:
-        keep_state(cache, streams, active)
+    if cache.last is not None:
+        keep_last(cache, streams, active)
     after = cache._replace(spans=tuple(spans), n_tokens=cache.n_tokens + active)
     return Prediction(parts.logits(model, streams), (streams.token == 0).sum(1)), after

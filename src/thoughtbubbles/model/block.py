@@ -117,7 +117,7 @@ class Block(nn.Module):
         normed, residual = self.attention_norm(residual, layout.gate)
         if beside is not None:
             others, _ = self.attention_norm(Residual(beside.originals), None)
-            beside = beside._replace(originals=others)
+            beside = Beside(others, *beside[1:])
         residual = residual.add(self.attention(normed, layout, path, beside))
         normed, residual = self.mlp_norm(residual, layout.gate)
         return residual.add(self.mlp(normed))

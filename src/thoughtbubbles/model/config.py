@@ -4,7 +4,7 @@ One class, three settings: plain GPT (no fork layers), copy-N (`copies=N`) and T
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from thoughtbubbles.model.budget import Budget, BudgetLike, brief
 
@@ -24,6 +24,9 @@ MOST = {
     "copies": 1_000,
 }
 FIXED_BUDGET = "a fixed budget applies to the full context, so it"  # …: the beginning of several errors
+
+
+REMOVED = {"second_pass": None}  # fields that there are no more, and their only value that a saved model may have
 
 
 class Form(NamedTuple):
@@ -289,6 +292,14 @@ def is_number(value: object) -> bool:
 def every_fourth_layer(n_layer: int) -> tuple[int, ...]:
     """The paper's extended forking ("overforking"): all layers 4n − 1."""
     return tuple(range(3, n_layer, 4))
+
+
+def without_removed(described: dict[str, Any]) -> dict[str, Any]:
+    """A saved config without the fields that there are no more; an error if it uses one."""
+    for name, unused in REMOVED.items():
+        if described.get(name, unused) != unused:
+            raise ValueError(f"{name} = {brief(described[name])}: this version does not have it; use an earlier one")
+    return {name: value for name, value in described.items() if name not in REMOVED}
 
 
 def _require(condition: bool, field: str, value: object, remedy: str) -> None:

@@ -185,8 +185,9 @@ class Thoughtbubbles(nn.Module):
                     layout = layout._replace(visible=layout.reach.visible())  # once for all blocks
                 forks.append(ForkRecord(*record[:-1], layer))  # type: ignore[call-arg]
                 if self.config.feedback:
-                    # A row has a stream for each token; under a fixed budget a short row has as many as a full one.
-                    n_forks = streams.token.shape[1] - (n_tokens if given.rule.fixed_tokens is None else 1)
+                    # A token has at most one; under a fixed budget a short row has as many streams as a full one.
+                    n_slots = streams.token.shape[1]
+                    n_forks = n_slots - n_tokens if given.rule.fixed_tokens is None else n_slots // 2
                     paths, sizes = (path, path_of_forks), {"n_tokens": n_tokens, "n_forks": n_forks}
                     return originals_first(self, layer, streams, layout, *paths, **sizes), tuple(forks)
             residual = block(residual, layout, path)

@@ -11,7 +11,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from thoughtbubbles.files import short_name
 from thoughtbubbles.model.budget import brief
-from thoughtbubbles.model.config import is_number, is_whole
+from thoughtbubbles.model.config import ModelConfig, is_number, is_whole, without_removed
 
 Config = TypeVar("Config")
 
@@ -100,6 +100,11 @@ def from_record(kind: type[Config], record: Any, *, where: str, prefix: str = ""
     if not isinstance(record, dict):
         raise ValueError(f"{where}: {prefix.rstrip('.') or 'config'} is not an object: the file is damaged")
     record = {RENAMED.get(prefix + name, name): value for name, value in record.items()}
+    if kind is ModelConfig:
+        try:
+            record = without_removed(record)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
     hints = get_type_hints(kind)
     if unknown := sorted(record.keys() - hints.keys()):
         name = short_name(prefix + unknown[0])

@@ -34,8 +34,9 @@ def build_model(config: RunConfig, say: Callable[[str], None]) -> Thoughtbubbles
         model.double().init_weights()  # drawn in float64, they are bit-identical on every kind of CPU
     if config.init_from is not None:
         fresh = initialize(model, config.init_from)
-        layers = sorted({name.split(".")[1] for name in fresh}, key=int)
-        added = f"; it has no fork layers {', '.join(layers)}, which are newly initialized" if fresh else ""
+        of_layers = [name for name in fresh if name.endswith(".embedding")]
+        layers = f"fork layers {', '.join(name.split('.')[1] for name in of_layers)}, which are"
+        added = f"; it has no {layers if of_layers else 'feedback, which is'} newly initialized" if fresh else ""
         say(f"weights from {config.init_from}{added}")
     return model
 

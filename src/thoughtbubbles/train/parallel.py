@@ -1,7 +1,7 @@
 """Activation checkpointing, compilation and FSDP2, applied in this order to the model from outside.
 
 Each block is one FSDP group. With bf16 its weights are communicated and used in bfloat16, while the master weights, the
-gradient reduction and everything else (embedding, score heads, fork embeddings, final norm) stay float32. FSDP's input
+gradient reduction and everything else (embedding, fork layers, final norm) stay float32. FSDP's input
 casting is off: it would round the log scores, and so change the selection.
 """
 

@@ -19,8 +19,9 @@ from thoughtbubbles.recipes.reproduce.tasks.records import accuracy, hard_accura
 
 Records = Mapping[str, Mapping[int, Record]]  # of a task, by form and seed
 RIVALS = ("plain", "heads", "deep", "r1", "copy-2")  # what bubbles have to beat, at the same FLOPs
-BUBBLES = ("r1.25", "r2", "r4", "r2-elastic", "feedback")
-FORKING = ("block-r2", "block-r4", *BUBBLES)
+CHOOSING = ("r1.25", "r2", "r4", "r2-elastic")  # which tokens fork; in `feedback` every one does
+BUBBLES = (*CHOOSING, "feedback")
+FORKING = ("block-r2", "block-r4", *CHOOSING)
 
 
 def of_task(records: Mapping[str, Mapping[int, Record]], task: str) -> Records:
@@ -130,7 +131,7 @@ def answer(records: Mapping[str, Mapping[int, Record]]) -> str:
 def where(records: Mapping[str, Mapping[int, Record]]) -> str:
     parts = []
     for task in (task for task in TASKS if TASKS[task].is_forced):
-        for form in BUBBLES:
+        for form in CHOOSING:
             ratios = [
                 hard / streams(record, "val")[ALIKE]
                 for record in of_task(records, task).get(form, {}).values()
