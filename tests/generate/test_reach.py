@@ -10,6 +10,7 @@ from thoughtbubbles.generate.engine import Engine, check_compiled
 from thoughtbubbles.generate.graph import GraphStep
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
+from thoughtbubbles.model.attention import Attention, fused_attention
 from thoughtbubbles.model.budget import Budget
 
 FEEDBACK = {"fork_layers": (1,), "feedback": True}
@@ -130,6 +131,16 @@ def test_a_cache_of_another_reach_is_not_taken():
     _, cache = prefill(private(1), random_ids(small_config(), 1, 4))
     with pytest.raises(ValueError, match="is not a cache of this model"):
         decode_step(private(6), cache, torch.tensor([1]))
+
+
+def test_prompts_where_there_are_kernels(monkeypatch):
+    """With private forks: what the path of a prompt needs does not depend on kernels, which it never takes."""
+    model = private()
+    ids = random_ids(model.config, 2, 9)
+    expected, _ = prefill(model, ids)
+    monkeypatch.setattr(Attention, "takes_kernel", lambda self, x, path: path is fused_attention)
+    found, _ = prefill(model, ids)
+    assert torch.equal(found.logits, expected.logits)
 
 
 def test_scores_keep_their_precision_under_autocast():

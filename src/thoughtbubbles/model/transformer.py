@@ -171,8 +171,8 @@ class Thoughtbubbles(nn.Module):
     def run_layers(
         self, given: inputs.Inputs, path: AttentionPath, path_of_forks: AttentionPath | None = None
     ) -> tuple[Streams, tuple[ForkRecord, ...]]:
-        """`path_of_forks`: with `feedback`, of the forks, which go through the blocks after the originals."""
-        n_tokens, path_of_forks = given.ids.shape[1], path_of_forks or path
+        """`path_of_forks`: only with `feedback`, where they go through the blocks after the originals."""
+        n_tokens, of_forks = given.ids.shape[1], path_of_forks if path_of_forks and self.config.feedback else path
         streams = self.embed(given)
         layout = self.layout(streams, n_tokens, has_forked=False)
         residual, forks = Residual(streams.x), []
@@ -181,15 +181,15 @@ class Thoughtbubbles(nn.Module):
                 streams = self.apply_update(streams, residual, layout)
                 streams, record = self.forks[str(layer)](streams, given.lengths, n_tokens=n_tokens, rule=given.rule)
                 layout, residual = self.layout(streams, n_tokens), Residual(streams.x)
-                if layout.reach is not None and not cast(Block, block).attention.takes_kernel(streams.x, path_of_forks):
+                if layout.reach is not None and not cast(Block, block).attention.takes_kernel(streams.x, of_forks):
                     layout = layout._replace(visible=layout.reach.visible())  # once for all blocks
                 forks.append(ForkRecord(*record[:-1], layer))  # type: ignore[call-arg]
                 if self.config.feedback:
                     # A token has at most one; under a fixed budget a short row has as many streams as a full one.
                     n_slots = streams.token.shape[1]
                     n_forks = n_slots - n_tokens if given.rule.fixed_tokens is None else n_slots // 2
-                    paths, sizes = (path, path_of_forks), {"n_tokens": n_tokens, "n_forks": n_forks}
-                    return originals_first(self, layer, streams, layout, *paths, **sizes), tuple(forks)
+                    sizes = {"n_tokens": n_tokens, "n_forks": n_forks}
+                    return originals_first(self, layer, streams, layout, path, of_forks, **sizes), tuple(forks)
             residual = block(residual, layout, path)
         return self.apply_update(streams, residual, layout), tuple(forks)
 

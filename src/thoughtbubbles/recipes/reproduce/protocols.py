@@ -233,6 +233,11 @@ def screen() -> Protocol:
             )
             for layer in (0, 3, 6)
         },
+        "feedback-3-scores": Row(
+            what="`feedback-3` with learned scores, which attenuate",
+            model=forks(2, layers=(3,), fork_reach=0, merge="forks", feedback=True),
+            optim=forked,
+        ),
         "feedback-3-residual": Row(
             what="`feedback-3`, originals predict too",
             model=forks(2, layers=(3,), **{**STATE, "merge": "residual"}, feedback=True),
