@@ -165,7 +165,8 @@ def test_init_from_a_model_without_feedback(tmp_path):
     save_model(tmp_path / "state", Thoughtbubbles(small_run(tmp_path, **forms).model))
     said: list[str] = []
     build_model(small_run(tmp_path / "run", init_from=tmp_path / "state", **forms, model_feedback=True), said.append)
-    assert said == [f"weights from {tmp_path / 'state'}; it has no feedback, which is newly initialized"]
+    new = ", ".join(f"forks.1.feedback{name}" for name in ("_norm.weight", "_norm.bias", ".weight", ".bias"))
+    assert said == [f"weights from {tmp_path / 'state'}; it has no {new}, which are newly initialized"]
 
 
 def test_init_from_a_plain_model_adds_fork_layers(tmp_path):

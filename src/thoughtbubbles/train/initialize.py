@@ -35,8 +35,10 @@ def build_model(config: RunConfig, say: Callable[[str], None]) -> Thoughtbubbles
     if config.init_from is not None:
         fresh = initialize(model, config.init_from)
         of_layers = [name for name in fresh if name.endswith(".embedding")]
-        layers = f"fork layers {', '.join(name.split('.')[1] for name in of_layers)}, which are"
-        added = f"; it has no {layers if of_layers else 'feedback, which is'} newly initialized" if fresh else ""
+        missing = (
+            f"fork layers {', '.join(name.split('.')[1] for name in of_layers)}" if of_layers else ", ".join(fresh)
+        )
+        added = f"; it has no {missing}, which are newly initialized" if fresh else ""
         say(f"weights from {config.init_from}{added}")
     return model
 

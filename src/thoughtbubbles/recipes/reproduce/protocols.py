@@ -114,7 +114,7 @@ TUNED = {"plain": {"lr": 3e-3, "weight_decay": 0.1}, "r2": {"lr": 3e-3, "weight_
 # Every fork is seen inside its bubble alone, has score 1, and predicts; originals carry state for later tokens.
 STATE: dict[str, Any] = {"fork_reach": 0, "merge": "forks", "score_bias": 60}
 EVERY = "every token forked once before block {layer}, all scores 1, private; forks predict"
-FEEDBACK = "`state-3`, forks start from the last state of the previous token too"
+FEEDBACK = "`state-{layer}`, forks start from the last state of the previous token too"
 LONG = plain_model(n_layer=12, n_head=4, width=256)
 LONG_OPTIM = OptimConfig(warmup=0.02)
 
@@ -125,7 +125,7 @@ def gated_forks() -> dict[str, Row]:
         "r1-gate": ("r = 1", forks(1)),
         "r2-gate": ("r = 2", forks(2)),
         "state-3-gate": (EVERY.format(layer=3), forks(2, layers=(3,), **STATE)),
-        "feedback-3-gate": (FEEDBACK, forks(2, layers=(3,), **STATE, feedback=True)),
+        "feedback-3-gate": (FEEDBACK.format(layer=3), forks(2, layers=(3,), **STATE, feedback=True)),
     }
     return {
         name: Row(what=f"{what}; a sigmoid gate per head", model={**model, "head_gate": True}, optim=TUNED["r2"])
@@ -163,7 +163,9 @@ def long() -> Protocol:
         "wider": Row(what="plain GPT of width 384", model={"width": 384, "n_head": 6}, optim=plain),
         "longer": Row(what="plain GPT, 1.8 × the tokens", optim=plain, length=1.8),
         "state-3": Row(what=EVERY.format(layer=3), model=forks(2, layers=(3,), **STATE), optim=forked),
-        "feedback-3": Row(what=FEEDBACK, model=forks(2, layers=(3,), **STATE, feedback=True), optim=forked),
+        "feedback-3": Row(
+            what=FEEDBACK.format(layer=3), model=forks(2, layers=(3,), **STATE, feedback=True), optim=forked
+        ),
         **gated_forks(),
         **{f"r{budget}-late": late_forks(budget) for budget in (2, 4)},
     }
@@ -227,7 +229,7 @@ def screen() -> Protocol:
         },
         **{
             f"feedback-{layer}": Row(
-                what=f"`state-{layer}`, forks start from the last state of the previous token too",
+                what=FEEDBACK.format(layer=layer),
                 model=forks(2, layers=(layer,), **STATE, feedback=True),
                 optim=forked,
             )

@@ -63,10 +63,7 @@ class Form:
 FORMS = {
     "plain": Form(what="plain GPT, 2 heads", model={}),
     "heads": Form(what="plain GPT, 4 heads", model={"n_head": 4}),
-    "deep": Form(
-        what="plain GPT, 7 layers, as deep as `feedback`",
-        model={"n_layer": 7},
-    ),
+    "deep": Form(what="plain GPT, 7 layers, as deep as `feedback`", model={"n_layer": 7}),
     "r1": Form(what="scores and attenuation, no fork survives", model={**FORKS, "budget": 1}),
     "copy-2": Form(what="every embedding twice", model={"copies": 2}),
     "block-r2": Form(what="block selection, 2 streams per token", model={**FORKS, "selection": "block", "budget": 2}),
