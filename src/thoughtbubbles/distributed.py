@@ -3,6 +3,8 @@
 Under torchrun there is a process group, even for one rank; otherwise there is none.
 """
 
+import atexit
+import gc
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -21,6 +24,7 @@ Value = TypeVar("Value")
 PATIENCE = timedelta(hours=4)  # for work of one rank while the others wait: checksums of large data, a slow disk
 DEVICES = ("cuda", "mps", "cpu")  # in the order in which `auto` looks for them
 GROUPS = count()  # process groups that this process has joined
+MESHES: list[DeviceMesh] = []
 
 
 class World(NamedTuple):
@@ -70,6 +74,11 @@ class World(NamedTuple):
         if self.is_distributed:
             dist.barrier(group=self.cpu_group)
 
+    def mesh(self) -> DeviceMesh:
+        """All ranks in a row, over which a model is sharded."""
+        MESHES.append(init_device_mesh(self.device.type, (self.size,)))
+        return MESHES[-1]
+
 
 def find_device(wanted: str, *, among: Collection[str] = DEVICES) -> str:
     """The device that an option names; `auto` is the best available one. `among` restricts the choice."""
@@ -89,6 +98,20 @@ def meeting() -> tuple[Any, int, int]:
     return next(rendezvous("env://"))  # type: ignore[no-any-return]
 
 
+@cache
+def end_threads_at_exit() -> None:
+    """Process groups end with their last reference, and only then gloo's threads: one that still holds a tensor while
+    Python shuts down would abort the process. Cycles of a sharded model hold groups, and so do torch's caches, which
+    keep every mesh."""
+
+    def end_threads() -> None:
+        for mesh in MESHES:
+            getattr(mesh, "_pg_registry", {}).clear()  # the one reference to groups from a mesh; not in older versions
+        gc.collect()
+
+    atexit.register(end_threads)
+
+
 @contextmanager
 def joined(device: str = "auto") -> Iterator[World]:
     """Joins the process group if started by torchrun, and leaves it at the end."""
@@ -101,6 +124,7 @@ def joined(device: str = "auto") -> Iterator[World]:
     own = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else 0)
     if kind == "cuda":
         torch.cuda.set_device(own)
+    end_threads_at_exit()
     store, rank, size = meeting()
     # The store remembers the addresses of a group after its end: a second group with the same keys would wait forever.
     dist.init_process_group(

@@ -3,12 +3,12 @@
 Several checks, separated by spaces, run one after the other, each in a folder of its name.
 """
 
+import atexit
 import os
 import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from helpers import BFLOAT16_GRADIENT, lively_model, random_ids, small_config
@@ -89,7 +89,7 @@ def decisions(folder: Path) -> None:
 
 def _differs_when_cast(config: object, world: World) -> bool:
     """FSDP's default casting, on fork layers as well: what `parallelize` avoids."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (world.size,))
+    mesh = world.mesh()
     cast = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, whole = (lively_model(config, dtype=torch.float32) for _ in range(2))
     for part in [*model.blocks, *model.forks.values(), model]:
@@ -136,7 +136,17 @@ def kernels(folder: Path) -> None:
             assert max(errors.values()) < BFLOAT16_GRADIENT, errors
 
 
+def no_threads_are_left() -> None:
+    """A thread of gloo that outlives Python can abort the process, rarely."""
+    tasks = Path("/proc/self/task")  # Linux only
+    names = [(task / "comm").read_text().strip() for task in tasks.iterdir()] if tasks.exists() else []
+    if left := [name for name in names if "gloo" in name]:
+        print(f"threads that outlive Python: {left}", file=sys.stderr, flush=True)
+        os._exit(3)
+
+
 if __name__ == "__main__":
+    atexit.register(no_threads_are_left)  # before the first group is joined: so it runs after what ends the threads
     torch.set_num_threads(1)
     checks, folder = sys.argv[1].split(), Path(sys.argv[2])
     for check in checks:

@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -91,7 +90,7 @@ def _compile(model: Thoughtbubbles, *, blocks: bool) -> None:
 
 
 def _shard(model: Thoughtbubbles, world: World, precision: str) -> None:
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    mesh = world.mesh()
     param_dtype = torch.bfloat16 if precision == "bf16" else None
     reduce_dtype = torch.float32 if precision == "bf16" else None
     in_blocks = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
