@@ -110,14 +110,19 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.mlp_norm = AddRMSNorm(config.width, eps=EPSILON) if is_modern else AddNorm(config.width)
         self.mlp = SwiGLU(config) if is_modern else MLP(config)
+        self.fork_attention_norm = AddNorm(config.width) if config.fork_norms else None
+        self.fork_mlp_norm = AddNorm(config.width) if config.fork_norms else None
 
     def forward(
         self, residual: Residual, layout: Layout, path: AttentionPath, beside: Beside | None = None
     ) -> Residual:
-        normed, residual = self.attention_norm(residual, layout.gate)
+        first, second = self.attention_norm, self.mlp_norm
+        if beside is not None and self.fork_attention_norm is not None and self.fork_mlp_norm is not None:
+            first, second = self.fork_attention_norm, self.fork_mlp_norm
+        normed, residual = first(residual, layout.gate)
         if beside is not None:
             others, _ = self.attention_norm(Residual(beside.originals), None)
             beside = Beside(others, *beside[1:])
         residual = residual.add(self.attention(normed, layout, path, beside))
-        normed, residual = self.mlp_norm(residual, layout.gate)
+        normed, residual = second(residual, layout.gate)
         return residual.add(self.mlp(normed))

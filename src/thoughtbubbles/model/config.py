@@ -76,6 +76,10 @@ class ModelConfig:
     feedback: bool = False
     """Forks also start from the last state of the previous token: originals go through all blocks first, without seeing
     any fork. Needs `fork_reach=0` and a single fork layer."""
+    forks_see_forks_alone: bool = False
+    """With `feedback`: forks see forks of earlier tokens, and no originals."""
+    fork_norms: bool = False
+    """With `feedback`: forks have norms of their own in every block."""
     gate_qk: bool = True
     """Add the key's log score to the attention logits."""
     gate_v: bool = True
@@ -200,7 +204,6 @@ class ModelConfig:
     def _check_feedback(self) -> None:
         name, on = "feedback", self.feedback
         _require(len(self.fork_layers) == 1, name, on, f"give one fork layer, not {len(self.fork_layers)}")
-        _require(self.fork_reach == 0, name, on, "later tokens must not see forks: set fork_reach=0")
         _require(self.merge != "original", name, on, "merge='original' does not read forks: choose another merge")
 
     def _check_authors_compat(self) -> None:

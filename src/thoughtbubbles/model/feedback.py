@@ -69,6 +69,12 @@ def originals_first(
         layout = layout._replace(visible=layout.visible & (original[:, None] | ~original[..., None]))
     residual = Residual(forks.x)
     place = torch.where(place_of_fork < n_forks, place_of_fork, n_forks + place_of_own)
+    if model.config.forks_see_forks_alone:
+        for block in blocks:
+            residual = block(residual, of_forks, path_of_forks)
+        after = model.apply_update(forks, residual, of_forks)
+        back = gather_with_inverse(after.x, place_of_fork, fork[..., None])
+        return Streams(torch.where(original[..., None], last, back), streams.log_score, streams.token)
     for block, x in zip(blocks, entered, strict=True):
         beside = Beside(x, layout, place, torch.cat([fork, own], dim=1), fork, place_of_fork)
         residual = block(residual, of_forks, path_of_forks, beside)

@@ -67,6 +67,9 @@ class Thoughtbubbles(nn.Module):
                     for layer in config.fork_layers
                 }
             )
+            if config.fork_norms:
+                for block in self.blocks[: config.fork_layers[0]]:
+                    block.fork_attention_norm = block.fork_mlp_norm = None
             self.final_norm = nn.LayerNorm(config.width)
         self.init_weights()
 

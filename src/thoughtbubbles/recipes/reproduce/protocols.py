@@ -235,6 +235,19 @@ def screen() -> Protocol:
             )
             for layer in (0, 3, 6)
         },
+        **{
+            f"feedback-3-{name}-gate": Row(
+                what=f"`feedback-3-gate`, {what}",
+                model=forks(2, layers=(3,), **{**STATE, **change}, feedback=True, head_gate=True),
+                optim=forked,
+            )
+            for name, what, change in (
+                ("all", "forks see forks of all earlier tokens too", {"fork_reach": None}),
+                ("reach64", "forks see forks of 64 tokens too", {"fork_reach": 64}),
+                ("alone", "forks see forks alone", {"fork_reach": None, "forks_see_forks_alone": True}),
+                ("norms", "forks have norms of their own", {"fork_norms": True}),
+            )
+        },
         "feedback-3-scores": Row(
             what="`feedback-3` with learned scores, which attenuate",
             model=forks(2, layers=(3,), fork_reach=0, merge="forks", feedback=True),
