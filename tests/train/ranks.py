@@ -6,6 +6,8 @@ Several checks, separated by spaces, run one after the other, each in a folder o
 import atexit
 import os
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -136,13 +138,22 @@ def kernels(folder: Path) -> None:
             assert max(errors.values()) < BFLOAT16_GRADIENT, errors
 
 
+def gloo_threads() -> list[str]:
+    names = []
+    for task in Path("/proc/self/task").glob("*"):  # Linux only
+        with suppress(OSError):  # ended meanwhile
+            names.append((task / "comm").read_text().strip())
+    return [name for name in names if "gloo" in name]
+
+
 def no_threads_are_left() -> None:
     """A thread of gloo that outlives Python can abort the process, rarely."""
-    tasks = Path("/proc/self/task")  # Linux only
-    names = [(task / "comm").read_text().strip() for task in tasks.iterdir()] if tasks.exists() else []
-    if left := [name for name in names if "gloo" in name]:
-        print(f"threads that outlive Python: {left}", file=sys.stderr, flush=True)
-        os._exit(3)
+    give_up = time.monotonic() + 5  # a thread that has ended is listed for a moment more
+    while left := gloo_threads():
+        if time.monotonic() > give_up:
+            print(f"threads that outlive Python: {left}", file=sys.stderr, flush=True)
+            os._exit(3)
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":
