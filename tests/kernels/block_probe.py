@@ -9,7 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from helpers import small_config
+from helpers import lively_model, random_ids, small_config
 from kernels import norm_probe
 from kernels.norm_probe import Found, error
 from thoughtbubbles import kernels
@@ -87,7 +87,7 @@ class Heads:
         qkv, bias, log_score = self.leaves()
         layout = self.layout(log_score)._replace(rotary=self.rotary)
         token, up_to, near = self.reach or (None, None, None)
-        out = ops.attention(
+        out, _ = ops.attention(
             qkv, bias, *layout.rotary, key_bias=layout.key_bias, value_gate=layout.value_gate, n_head=self.n_head,
             least_bias=self.least, token=token, up_to=up_to, reach=near,
         )  # fmt: skip
@@ -230,13 +230,16 @@ def operators() -> Found:
         qkv, bias, _ = heads.leaves()
         torch.library.opcheck(
             torch.ops.thoughtbubbles.attention.default,
-            (qkv, bias, *heads.rotary, key_bias, value, None, None, 1, None, True),
+            (qkv, bias, *heads.rotary, key_bias, value, None, None, None, None, 1, None, True),
         )
         token, up_to, near = random_bubbles(1, 3, 0, 2, 0, "cpu")
-        torch.library.opcheck(
-            torch.ops.thoughtbubbles.attention.default,
-            (qkv, bias, *heads.rotary, key_bias, value, token, up_to, 1, near, True),
-        )
+        far, far_bias = torch.randn(3, 1, 1, 4, 16, requires_grad=True), None if key_bias is None else torch.randn(1, 4)
+        tokens = torch.tensor([[0, 1, 3]]), torch.tensor([[1, 2, 2, 3]])
+        for given in ((token, up_to, None, None), (*tokens, far, far_bias)):
+            torch.library.opcheck(
+                torch.ops.thoughtbubbles.attention.default,
+                (qkv, bias, *heads.rotary, key_bias, value, *given, 1, near, True),
+            )
     x, bias = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     torch.library.opcheck(torch.ops.thoughtbubbles.gelu.default, (x, bias))
     x, bias = x.detach(), bias.detach()
@@ -265,6 +268,26 @@ def block(head: int, *, head_gate: bool = False) -> Found:
     with as_on_a_gpu():
         ours = module_results(module.float(), x, heads.layout(heads.log_score), "fused")
     return {name: error(ours[name], exact) for name, exact in plain.items()}
+
+
+def feedback(n_tokens: int, lengths: list[int] | None = None, **changes: Any) -> Found:
+    """Originals first, then forks, on the kernels, against the reference path in float64."""
+    form: dict[str, Any] = {"fork_layers": (1,), "fork_reach": 0, "feedback": True, "merge": "forks"}
+    shape = {"n_layer": 3, "width": 32, "n_head": 2, "block_size": n_tokens}
+    config = small_config(**{**shape, **form, **changes})
+    ids = random_ids(config, 2, n_tokens)
+    found = []
+    for dtype, path in ((torch.float64, "reference"), (torch.float32, "fused")):
+        model = lively_model(config, attention=path).to(dtype)
+        with as_on_a_gpu() if path == "fused" else nullcontext():
+            out = model(ids, targets=ids.roll(-1, 1), lengths=lengths)
+            out.loss.backward()
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        found.append({"loss": out.loss.detach(), **dict(zip(names, gradients, strict=True))})
+        assert (out.streams.token < n_tokens).sum() > ids.numel() * 3 // 4, "forks"
+    exact, ours = found
+    return {name: error(ours[name], each) for name, each in exact.items() if each.norm() > 0}
 
 
 def checkpointed() -> Found:
@@ -340,7 +363,7 @@ class Recorded:
         return launch
 
 
-def compiled_ahead(fork_reach: int | None = None) -> Found:
+def compiled_ahead(**changes: Any) -> Found:
     """What is compiled in the background when a run starts is what a step of it launches."""
     from thoughtbubbles.model.config import ModelConfig
     from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -353,10 +376,8 @@ def compiled_ahead(fork_reach: int | None = None) -> Found:
         gelu: ("_gelu", "_gelu_backward"),
         sums: ("_column_sums",),
     }
-    config = ModelConfig(
-        n_layer=6, n_head=2, width=32, vocab_size=64, block_size=16, fork_layers=(2, 4), merge="residual",
-        fork_reach=fork_reach,
-    )  # fmt: skip
+    shape: dict[str, Any] = {"n_layer": 6, "n_head": 2, "width": 32, "vocab_size": 64, "block_size": 16}
+    config = ModelConfig(**{**shape, "fork_layers": (2, 4), "merge": "residual", **changes})
     model, ids = Thoughtbubbles(config), torch.randint(64, (2, 16))
     forms: dict[str, set[Any]] = {"ahead": set(), "a step": set()}
     before = {(module, name): getattr(module, name) for module, every in names.items() for name in every}
@@ -379,7 +400,10 @@ def compiled_ahead(fork_reach: int | None = None) -> Found:
     print(*sorted(map(str, missing)), sep="\n", file=sys.stderr)
     launched = {name for name, *_ in forms["a step"]}
     expected = {
-        name for module, every in names.items() for name in every if module is not reach or fork_reach is not None
+        name
+        for module, every in names.items()
+        for name in every
+        if module is not reach or config.fork_reach is not None
     }
     return {"a step launches them": launched == expected, "no form is missing": not missing}
 
@@ -443,8 +467,19 @@ def cases() -> dict[str, Callable[[], Found]]:
         "operators": operators,
         "block, heads of 32": lambda: block(32),
         **norm_probe.cases(),
+        **{
+            f"feedback {given}": lambda given=given: feedback(**given)
+            for given in (
+                {"n_tokens": 16},
+                {"n_tokens": 70, "budget": 1.5, "head_gate": True},
+                {"n_tokens": 33, "lengths": [33, 9], "merge": "residual"},
+                {"n_tokens": 40, "gate_qk": False, "gate_v": False},
+                {"n_tokens": 21, "lengths": [1, 20], "score_bias": 60, "head_gate": True},
+            )
+        },
         "compiled ahead": compiled_ahead,
-        "compiled ahead, private forks": lambda: compiled_ahead(0),
+        "compiled ahead, private forks": lambda: compiled_ahead(fork_reach=0),
+        "compiled ahead, feedback": lambda: compiled_ahead(fork_reach=0, feedback=True, fork_layers=(2,)),
         **{f"gelu {shape}": lambda shape=shape: gelus(*shape) for shape in ((1, 8), (37, 100), (300, 33), (3, 5, 129))},
     }
 

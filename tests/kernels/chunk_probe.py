@@ -58,8 +58,9 @@ if __name__ == "__main__":
         "bubbles": {},
         "plain": {"fork_layers": (), "merge": "original"},
         "no bias": {"gate_qk": False},
+        "gates of heads": {"head_gate": True},
         "private": private,
-        "feedback": {**private, "fork_layers": (1,), "feedback": True, "merge": "forks"},
+        "feedback": {**private, "fork_layers": (1,), "feedback": True, "merge": "forks", "head_gate": True},
         "private, no gates": {**private, "fork_layers": (1,), "gate_qk": False, "gate_v": False, "merge": "forks"},
     }
     json.dump({name: differences(**case) for name, case in cases.items()}, sys.stdout)

@@ -17,6 +17,7 @@ from thoughtbubbles.generate.step import PLAIN, Parts, advance
 from thoughtbubbles.kernels import decode as kernels
 
 BUDGETS = [2, 1.5, 4]
+FEEDBACK = {"fork_reach": 0, "feedback": True, "fork_layers": (1,), "merge": "forks"}
 
 
 def differences(
@@ -65,7 +66,8 @@ if __name__ == "__main__":
         "many plain": {"few": False, "fork_layers": (), "merge": "original", "steps": 2},
         "private": {"fork_reach": 0, "size": 9, "steps": 2},
         "private, many": {"few": False, "fork_reach": 0, "steps": 2, "lengths": (20, 18, 2), "merge": "forks"},
-        "feedback": {"fork_reach": 0, "feedback": True, "fork_layers": (1,), "merge": "forks", "size": 5},
+        "feedback": {**FEEDBACK, "size": 5},
+        "feedback, gates": {**FEEDBACK, "size": 5, "steps": 2, "head_gate": True},
         "no gates": {"gate_qk": False, "gate_v": False, "gate_residual": False, "steps": 2},
     }
     json.dump({name: differences(**case) for name, case in cases.items()}, sys.stdout)

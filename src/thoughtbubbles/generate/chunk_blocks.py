@@ -89,9 +89,9 @@ def _run(
     key_bias = None if span.level is None else attenuation(span.log_score, config)[0]
     private = None if flat.token is None else Private(flat.token, flat.key_bias)
 
-    def attention(qkv: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        where = flat.row, flat.slot
-        return attend(qkv, flat.cos, flat.sin, flat.value_gate, key, value, key_bias, where, table, private=private)
+    def attention(qkv: Tensor, key: Tensor, value: Tensor, head_gate: Tensor | None) -> Tensor:
+        where, given = (flat.row, flat.slot), (flat.cos, flat.sin, flat.value_gate)
+        return attend(qkv, *given, key, value, key_bias, head_gate, where, table, private=private)
 
     return fast_blocks(blocks, flat.x, span, flat.gate, attention)
 

@@ -12,7 +12,7 @@ from thoughtbubbles.generate.cache import Span
 from thoughtbubbles.model.config import OURS
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def has_kernels(model: Thoughtbubbles) -> bool:
@@ -25,20 +25,20 @@ def has_kernels(model: Thoughtbubbles) -> bool:
 def fast_blocks(
     blocks: Sequence[Any], x: Float[Tensor, "M D"], span: Span, gate: Float[Tensor, "M"] | None, attend: Attend
 ) -> Float[Tensor, "M D"]:
-    """`attend(qkv, key, value)` gives the heads' outputs of a block, over its part of the cache."""
+    """`attend(qkv, key, value, head_gate)` gives the heads' outputs of a block, over its part of the cache."""
     with torch.cuda.device_of(x):  # kernels launch on the current GPU
         return _run(blocks, x, span, gate, attend)
 
 
 def _run(blocks: Sequence[Any], x: Tensor, span: Span, gate: Tensor | None, attend: Attend) -> Tensor:
-    from thoughtbubbles.kernels.decode import add_norm, linear, partial_linear
+    from thoughtbubbles.kernels.decode import add_norm, linear, partial_linear, two_linear
 
     parts, bias = None, blocks[0].mlp.down.bias
     for block, key, value in zip(blocks, span.key, span.value, strict=True):
         attention, mlp = block.attention, block.mlp
         x, h = add_norm(x, parts, bias, gate, block.attention_norm)
-        heads = attend(linear(h, attention.qkv.weight, attention.qkv.bias), key, value)
-        parts = partial_linear(attention.gate_heads(heads, h), attention.out.weight)
+        qkv, head_gate = two_linear(h, attention.qkv, attention.gate)
+        parts = partial_linear(attend(qkv, key, value, head_gate), attention.out.weight)
         x, h = add_norm(x, parts, attention.out.bias, gate, block.mlp_norm)
         hidden = linear(h, mlp.up.weight, mlp.up.bias, gelu=True)
         parts, bias = partial_linear(hidden, mlp.down.weight), mlp.down.bias

@@ -88,18 +88,19 @@ def run_packed(blocks: Sequence[Any], x: Tensor, span: Span, view: View, *, size
         arrived = torch.zeros(batch * heads, dtype=torch.int32, device=x.device)
         rows = decode.Rows(first, view.added, view.used, width, packing is None, arrived)
 
-        def attention(qkv: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            bias = (view.key_bias, layout.key_bias)
+        def attention(qkv: Tensor, key: Tensor, value: Tensor, head_gate: Tensor | None) -> Tensor:
+            bias, private = (view.key_bias, layout.key_bias), view.is_private
             return decode.attend(
-                qkv, *given, key, value, *bias, rows, is_private=view.is_private, sees_forks=view.sees_forks
+                qkv, *given, key, value, *bias, head_gate, rows, is_private=private, sees_forks=view.sees_forks
             )
 
     else:
         where, table = functions.place(view, first, packing)
 
-        def attention(qkv: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attention(qkv: Tensor, key: Tensor, value: Tensor, head_gate: Tensor | None) -> Tensor:
             fill = packing is None and width > 1  # in gaps: what follows must be finite
-            return chunk.attend(qkv, *given, key, value, view.key_bias, where, table, most=width, fill=fill)
+            bias = view.key_bias
+            return chunk.attend(qkv, *given, key, value, bias, head_gate, where, table, most=width, fill=fill)
 
     gate = None if layout.gate is None else layout.gate.reshape(-1)
     x = fast_blocks(blocks, x.reshape(-1, x.shape[-1]), span, gate, attention)

@@ -206,10 +206,11 @@ def key_over(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _key_gradient(  # type: ignore[no-untyped-def]
-    q, k, v, bias2, value, dout, lse, delta, cos, sin, dqkv, dbias, dvalue, scale, scale2, S, N,
+    q, k, v, bias2, value, dout, lse, delta, cos, sin, more, dqkv, dbias, dvalue, scale, scale2, S, N, part,
     H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BIAS: tl.constexpr, APART: tl.constexpr, VALUE: tl.constexpr, EVEN: tl.constexpr,
+    BIAS: tl.constexpr, APART: tl.constexpr, VALUE: tl.constexpr, MORE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    """MORE: others have seen these keys and values too. `part`: the distance between their gradients in `more`."""
     blocks = tl.cdiv(S, BN)
     first = tl.program_id(0) % blocks * BN
     bn = tl.program_id(0) // blocks
@@ -240,9 +241,12 @@ def _key_gradient(  # type: ignore[no-untyped-def]
         dk = dk * weight[:, None]
         dv = dv * weight[:, None]
         db = db * weight
-    store_key_gradients(
-        dk * scale, dv, db, val, value, cos, sin, dqkv, dbias, dvalue, b, head, n, S, N, H, BN, BIAS, VALUE
-    )
+    dk = dk * scale
+    if MORE:
+        at = more + (bn * S + n).to(tl.int64)[:, None] * H + tl.arange(0, H)[None, :]
+        dk += tl.load(at + part.to(tl.int64), mask=(n < S)[:, None], other=0.0).to(tl.float32)
+        dv += tl.load(at + 2 * part.to(tl.int64), mask=(n < S)[:, None], other=0.0).to(tl.float32)
+    store_key_gradients(dk, dv, db, val, value, cos, sin, dqkv, dbias, dvalue, b, head, n, S, N, H, BN, BIAS, VALUE)
 
 
 @triton.jit
@@ -338,10 +342,14 @@ def backward(
     sin: Tensor,
     key_bias: Tensor | None,
     value: Tensor | None,
+    drotated: Tensor | None,
     *,
     is_bounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of qkv, of its bias, and of key bias and value score together (undefined for one that is None)."""
+    """Gradients of qkv, of its bias, and of key bias and value score together (undefined for one that is None).
+
+    drotated  gradients of the rotated keys and values from elsewhere; its first part is not read
+    """
     _, batch, n_head, streams, head = rotated.shape
     dout, cos, sin = dout.contiguous(), cos.contiguous(), sin.contiguous()
     dqkv = rotated.new_empty(batch, streams, 3 * n_head * head)
@@ -360,9 +368,9 @@ def backward(
     q, k, v = described(rotated, (tile.queries, tile.keys, tile.keys))
     do = TensorDescriptor.from_tensor(dout.flatten(0, 1), [tile.queries, head])
     _key_gradient[(triton.cdiv(streams, tile.keys) * batch * n_head,)](
-        q, k, v, bias, score, do, lse, delta, cos, sin, dqkv, *of_heads,
-        scale, scale * LOG2E.value, streams, n_head,
-        H=head, BIAS=key_bias is not None, APART=is_bounded, VALUE=value is not None,
+        q, k, v, bias, score, do, lse, delta, cos, sin, lse if drotated is None else drotated.contiguous(),
+        dqkv, *of_heads, scale, scale * LOG2E.value, streams, n_head, rotated[0].numel(),
+        H=head, BIAS=key_bias is not None, APART=is_bounded, VALUE=value is not None, MORE=drotated is not None,
         EVEN=streams % tile.queries == 0, **tile.launch(),
     )  # fmt: skip
     return dqkv, column_sums(dqkv.flatten(0, 1)), of_heads.sum(2)

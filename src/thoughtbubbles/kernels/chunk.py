@@ -63,6 +63,14 @@ def angles(cos, sin, stream, h, real, H: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
+def gated(heads, gate, at, real):  # type: ignore[no-untyped-def]
+    """Outputs of a head times the sigmoid of their logits, each rounded first, as without kernels."""
+    dtype: tl.constexpr = gate.dtype.element_ty
+    by = tl.sigmoid(tl.load(gate + at, mask=real, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+    return heads.to(dtype).to(tl.float32) * by[:, None]
+
+
+@triton.jit
 def _store(  # type: ignore[no-untyped-def]
     qkv, cos, sin, value_gate, key, value, row, slot, q, M, S,
     N: tl.constexpr, GATE: tl.constexpr, H: tl.constexpr, BW: tl.constexpr, AHEAD: tl.constexpr,
@@ -91,8 +99,9 @@ def _store(  # type: ignore[no-untyped-def]
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     q, key, value, key_bias, blocks, out, scale, S, qkv, cos, sin, value_gate, own_bias, token, own_slot,
-    N: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, PRIVATE: tl.constexpr, H: tl.constexpr, BW: tl.constexpr,
-    BS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    head_gate,
+    N: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, HEAD: tl.constexpr, PRIVATE: tl.constexpr,
+    H: tl.constexpr, BW: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """PRIVATE: slots are the originals of the row's tokens, and a stream that is not in its token's slot is a fork."""
     if AHEAD:
@@ -142,7 +151,10 @@ def _attend(  # type: ignore[no-untyped-def]
         is_own = (number[None, :] == number[:, None]) & (w[None, :] <= w[:, None])
         logits = tl.where(is_own & (is_fork & real)[None, :], logits, NOTHING)
         most, total, summed = add_to_softmax(logits, values.to(value.dtype.element_ty), most, total, summed)
-    tl.store(out + here, (summed / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+    summed = summed / total[:, None]
+    if HEAD:
+        summed = gated(summed, head_gate, stream * N + head, real)
+    tl.store(out + here, summed.to(out.dtype.element_ty), mask=real[:, None])
 
 
 def blocks_of(rows: Sequence[int], used: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int, int, int]]:
@@ -190,6 +202,7 @@ def attend(
     key: Float[Tensor, "R N S H"],
     value: Float[Tensor, "R N S H"],
     key_bias: Float[Tensor, "R S"] | None,
+    head_gate: Float[Tensor, "M N"] | None,
     where: tuple[Int[Tensor, "M"], Int[Tensor, "M"]],
     blocks: Int[Tensor, "n 4"],
     *,
@@ -199,6 +212,7 @@ def attend(
 ) -> Float[Tensor, "M D"]:
     """Stores keys and values in the rows and slots `where`, then attends.
 
+    head_gate  logits of the gates of heads
     blocks   of `blocks_of`, or with `private` of `blocks_of_bubbles`; at most `most` streams each if that is given
     private  of a model with private forks, which are stored in a slot that is never read
     fill     whether streams that are in no block get zeros; else they are not written
@@ -217,8 +231,9 @@ def attend(
     _attend[blocks.shape[0], heads](
         q, key, value, cos if key_bias is None else key_bias, blocks, out, 1 / math.sqrt(size), slots,
         qkv, cos, sin, cos if value_gate is None else value_gate,
-        cos if own_bias is None else own_bias, token, where[1],
-        N=heads, BIAS=key_bias is not None, GATE=value_gate is not None, PRIVATE=private is not None, H=size,
-        BW=tile.streams, BS=tile.slots, STAGES=tile.stages, num_warps=tile.warps, **options,
+        cos if own_bias is None else own_bias, token, where[1], cos if head_gate is None else head_gate,
+        N=heads, BIAS=key_bias is not None, GATE=value_gate is not None, HEAD=head_gate is not None,
+        PRIVATE=private is not None, H=size, BW=tile.streams, BS=tile.slots, STAGES=tile.stages, num_warps=tile.warps,
+        **options,
     )  # fmt: skip
     return out

@@ -2,6 +2,7 @@
 
     add_norm          x ← x + gate · (sum of partial products + bias),  h = LayerNorm(x)
     linear            h · Wᵀ + bias, optionally followed by GELU
+    two_linear        the same of two layers, the second of which is narrow: queries, keys and values, and head gates
     partial_linear    products over parts of the channels, for `add_norm` to sum
     attend            rotates, stores the new keys and values, attends over all that are stored (of few rows)
 
@@ -22,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from thoughtbubbles.kernels.chunk import NOTHING, add_to_softmax, angles, rotated
+from thoughtbubbles.kernels.chunk import NOTHING, add_to_softmax, angles, gated, rotated
 from thoughtbubbles.kernels.launch import ahead
 
 FEW_ROWS = 32  # up to here an extra row costs almost nothing; beyond, the library's matrix products are as fast
@@ -41,35 +42,56 @@ def _prefetch(address):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _linear(  # type: ignore[no-untyped-def]
-    x, w, b, y, M, N, K,
-    PART: tl.constexpr, PARTIAL: tl.constexpr, GELU: tl.constexpr,
+    x, w, b, y, w2, b2, y2, M, N, N2, K,
+    PART: tl.constexpr, PARTIAL: tl.constexpr, GELU: tl.constexpr, TWO: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """TWO: the programs after those of the first layer have the second, whose last tile need not be full."""
+    tile = tl.program_id(0)
+    if TWO:
+        if tile < N // BN:
+            _tile(x, w, b, y, tile, M, N, K, PART, PARTIAL, GELU, False, BM, BN, BK, LINES, AHEAD)
+        else:
+            tile -= N // BN
+            _tile(x, w2, b2, y2, tile, M, N2, K, PART, PARTIAL, GELU, True, BM, BN, BK, LINES, AHEAD)
+    else:
+        _tile(x, w, b, y, tile, M, N, K, PART, PARTIAL, GELU, False, BM, BN, BK, LINES, AHEAD)
+
+
+@triton.jit
+def _tile(  # type: ignore[no-untyped-def]
+    x, w, b, y, tile, M, N, K,
+    PART: tl.constexpr, PARTIAL: tl.constexpr, GELU: tl.constexpr, IS_CUT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """w · xᵀ rather than x · wᵀ, so that the long side of the product is that of the weights."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    n = tile * BN + tl.arange(0, BN)
     first = tl.program_id(1) * PART
     m = tl.arange(0, BM)
     k = tl.arange(0, BK)
     if AHEAD:
         # A quarter of its weights, by lines of 128 bytes; more would come in the way of the kernel before.
         line = tl.arange(0, LINES)
-        _prefetch(w + n[:, None] * K + (first + line * 64)[None, :])
+        _prefetch(w + (tl.minimum(n, N - 1) if IS_CUT else n)[:, None] * K + (first + line * 64)[None, :])
         gdc_wait()
         gdc_launch_dependents()
     product = tl.zeros((BN, BM), tl.float32)
     for i in range(0, PART, BK):
-        rows = tl.load(w + n[:, None] * K + (first + i + k)[None, :])
+        at = w + n[:, None] * K + (first + i + k)[None, :]
+        rows = tl.load(at, mask=n[:, None] < N, other=0.0) if IS_CUT else tl.load(at)
         columns = tl.load(x + m[None, :] * K + (first + i + k)[:, None], mask=m[None, :] < M, other=0.0)
         product = tl.dot(rows, columns, product)
+    inside = (m[None, :] < M) & (n[:, None] < N) if IS_CUT else m[None, :] < M
     if PARTIAL:
         into = y + (tl.program_id(1) * M + m[None, :]) * N + n[:, None]
-        tl.store(into, product, mask=m[None, :] < M)
+        tl.store(into, product, mask=inside)
     else:
-        product += tl.load(b + n).to(tl.float32)[:, None]
+        bias = tl.load(b + n, mask=n < N, other=0.0) if IS_CUT else tl.load(b + n)
+        product += bias.to(tl.float32)[:, None]
         if GELU:
             product = product.to(y.dtype.element_ty).to(tl.float32)
             product = 0.5 * product * (1.0 + tl.erf(product * 0.7071067811865476))
-        tl.store(y + m[None, :] * N + n[:, None], product.to(y.dtype.element_ty), mask=m[None, :] < M)
+        tl.store(y + m[None, :] * N + n[:, None], product.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -107,11 +129,11 @@ def _add_norm(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    qkv, cos, sin, value_score, key, value, key_bias, own_bias, first, count, used, out, stats, arrived, heads, scale,
-    M, S,
-    N: tl.constexpr, ROOM: tl.constexpr, BIAS: tl.constexpr, VALUE: tl.constexpr, PRIVATE: tl.constexpr,
-    ALONE: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, ONCE: tl.constexpr, BW: tl.constexpr, BS: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    qkv, cos, sin, value_score, key, value, key_bias, own_bias, head_gate, first, count, used, out, stats, arrived,
+    heads, scale, M, S,
+    N: tl.constexpr, ROOM: tl.constexpr, BIAS: tl.constexpr, VALUE: tl.constexpr, HEAD: tl.constexpr,
+    PRIVATE: tl.constexpr, ALONE: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, ONCE: tl.constexpr,
+    BW: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Of few rows: one head of one row over one part of the cached slots; the last part has the new streams too.
 
@@ -204,6 +226,8 @@ def _attend(  # type: ignore[no-untyped-def]
             summed = summed * fade[:, None] + sums * weight[:, None]
             most = highest
         summed = summed / total[:, None]
+        if HEAD:
+            summed = gated(summed, head_gate, stream * N + head, written)
         tl.store(into, summed.to(heads.dtype.element_ty), mask=written[:, None])
 
 
@@ -237,6 +261,20 @@ def linear(
     return y
 
 
+def two_linear(
+    x: Float[Tensor, "M K"], layer: torch.nn.Linear, narrow: torch.nn.Linear | None
+) -> tuple[Float[Tensor, "M N"], Float[Tensor, "M N2"] | None]:
+    """Both layers in one launch; None if there is no second one."""
+    if narrow is None:
+        return linear(x, layer.weight, layer.bias), None
+    if x.shape[0] > FEW_ROWS:
+        return F.linear(x, layer.weight, layer.bias), F.linear(x, narrow.weight, narrow.bias)
+    y, y2 = (torch.empty(x.shape[0], each.out_features, dtype=x.dtype, device=x.device) for each in (layer, narrow))
+    second = narrow.weight, narrow.bias, y2
+    _launch_linear(x, layer.weight, layer.bias, y, second, parts=1, partial=False, gelu=False)
+    return y, y2
+
+
 def partial_linear(x: Float[Tensor, "M K"], weight: Float[Tensor, "N K"]) -> Float[Tensor, "parts M N"]:
     """Products over parts of the channels, in float32, without the bias: `add_norm` sums them."""
     if x.shape[0] > FEW_ROWS:
@@ -248,12 +286,17 @@ def partial_linear(x: Float[Tensor, "M K"], weight: Float[Tensor, "N K"]) -> Flo
     return y
 
 
-def _launch_linear(x: Tensor, w: Tensor, b: Tensor, y: Tensor, *, parts: int, partial: bool, gelu: bool) -> None:
+def _launch_linear(
+    x: Tensor, w: Tensor, b: Tensor, y: Tensor, second: tuple[Tensor, Tensor, Tensor] | None = None,
+    *, parts: int, partial: bool, gelu: bool,
+) -> None:  # fmt: skip
     (m, k), n, options = x.shape, w.shape[0], ahead(x.device)
     tile = tile_for(m, has_much_memory=options["AHEAD"])
-    _linear[n // tile.rows, parts](
-        x, w, b, y, m, n, k,
-        PART=k // parts, PARTIAL=partial, GELU=gelu,
+    w2, b2, y2 = second or (w, b, y)
+    n2 = w2.shape[0] if second else 0
+    _linear[n // tile.rows + triton.cdiv(n2, tile.rows), parts](
+        x, w, b, y, w2, b2, y2, m, n, n2, k,
+        PART=k // parts, PARTIAL=partial, GELU=gelu, TWO=second is not None,
         BM=max(8, triton.next_power_of_2(m)), BN=tile.rows, BK=math.gcd(k // parts, tile.channels),
         LINES=1 << max(0, (k // parts // 256).bit_length() - 1),
         num_warps=tile.warps, num_stages=tile.stages, **options,
@@ -304,6 +347,7 @@ def attend(
     value: Float[Tensor, "B N S H"],
     key_bias: Float[Tensor, "B S"] | None,
     own_bias: Float[Tensor, "*M"] | None,
+    head_gate: Float[Tensor, "M N"] | None,
     rows: Rows,
     *,
     is_private: bool = False,
@@ -312,6 +356,7 @@ def attend(
     """Causal attention of the new streams over all cached streams of their row and over each other.
 
     With gaps, the streams in them get something finite; without, streams past the last row's are not written.
+    head_gate   logits of the gates of heads
     is_private  only the last new stream of each row, its original, is cached
     sees_forks  whether that one sees the others
     """
@@ -322,10 +367,12 @@ def attend(
     joined = torch.empty(m, heads * size, dtype=qkv.dtype, device=qkv.device)
     _attend[batch * heads, parts](
         qkv, cos, sin, cos if value_score is None else value_score, key, value,
-        cos if key_bias is None else key_bias, cos if own_bias is None else own_bias, rows.first, rows.n, rows.used,
+        cos if key_bias is None else key_bias, cos if own_bias is None else own_bias,
+        cos if head_gate is None else head_gate, rows.first, rows.n, rows.used,
         out, stats, rows.arrived, joined, 1 / math.sqrt(size), m, slots,
         N=heads, ROOM=rows.most if rows.has_gaps else 0, BIAS=key_bias is not None, VALUE=value_score is not None,
-        PRIVATE=is_private, ALONE=not sees_forks, H=size, PARTS=parts, ONCE=parts * SLOTS >= slots,
-        BW=max(16, triton.next_power_of_2(rows.most)), BS=SLOTS, STAGES=STAGES, num_warps=WARPS, **ahead(key.device),
+        HEAD=head_gate is not None, PRIVATE=is_private, ALONE=not sees_forks, H=size, PARTS=parts,
+        ONCE=parts * SLOTS >= slots, BW=max(16, triton.next_power_of_2(rows.most)), BS=SLOTS, STAGES=STAGES,
+        num_warps=WARPS, **ahead(key.device),
     )  # fmt: skip
     return joined

@@ -48,15 +48,21 @@ def attention(
     token: Int[Tensor, "B S"] | None = None,
     up_to: Int[Tensor, "B T"] | None = None,
     reach: int | None = None,
-) -> Float[Tensor, "B S D"]:
-    """Concatenated heads, from the projections of one matrix product: [q | k | v], heads contiguous in each.
+    far: Float[Tensor, "3 B N T H"] | None = None,
+    far_bias: Float[Tensor, "B T"] | None = None,
+) -> tuple[Float[Tensor, "B S D"], Float[Tensor, "3 B N S H"]]:
+    """Concatenated heads, from the projections of one matrix product: [q | k | v], heads contiguous in each; and
+    queries, keys and values as they were used. Gradients are taken of those keys and values only, and without a reach.
 
     least_bias  a lower bound of the key biases, if known: the backward is faster if it is not too low
     reach       of forks, in tokens, if it is limited: then also the token of each stream, and for each token the number
                 of streams of tokens up to it
+    far         queries (not used), keys and values of originals, of which a stream sees those of tokens before its own,
+                and their key biases; with a reach, if originals are not among the streams
     """
     is_bounded = least_bias > LEAST_APART and qkv.dtype != torch.float16  # whose range is small
-    return _attention(qkv, bias, cos, sin, key_bias, value_gate, token, up_to, n_head, reach, is_bounded)[0]  # type: ignore[no-any-return]
+    given = key_bias, value_gate, token, up_to, far, far_bias
+    return _attention(qkv, bias, cos, sin, *given, n_head, reach, is_bounded)[:2]  # type: ignore[no-any-return]
 
 
 def _attention_forward(
@@ -68,6 +74,8 @@ def _attention_forward(
     value: Tensor | None,
     token: Tensor | None,
     up_to: Tensor | None,
+    far: Tensor | None,
+    far_bias: Tensor | None,
     n_head: int,
     reach: int | None,
     is_bounded: bool,
@@ -78,10 +86,12 @@ def _attention_forward(
     given = (qkv, bias, cos, sin, key_bias, value)
     if reach is None:
         return attention.forward(*given, n_head=n_head)
-    return of_near_forks.forward(*given, token, up_to, n_head=n_head, reach=reach)  # type: ignore[arg-type]
+    return of_near_forks.forward(*given, token, up_to, far, far_bias, n_head=n_head, reach=reach)  # type: ignore[arg-type]
 
 
-def _attention_shapes(qkv, bias, cos, sin, key_bias, value, token, up_to, n_head, reach, is_bounded):  # type: ignore[no-untyped-def]
+def _attention_shapes(  # type: ignore[no-untyped-def]
+    qkv, bias, cos, sin, key_bias, value, token, up_to, far, far_bias, n_head, reach, is_bounded
+):
     batch, streams, head = qkv.shape[0], qkv.shape[1], qkv.shape[2] // (3 * n_head)
     return (
         qkv.new_empty(batch, streams, n_head * head),
@@ -91,41 +101,51 @@ def _attention_shapes(qkv, bias, cos, sin, key_bias, value, token, up_to, n_head
 
 
 def _attention_save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, bias, cos, sin, key_bias, value, token, up_to, _, ctx.reach, ctx.is_bounded = inputs
+    _, bias, cos, sin, key_bias, value, token, up_to, far, far_bias, _, ctx.reach, ctx.is_bounded = inputs
     out, rotated, lse = output
     ctx.set_materialize_grads(False)  # else torch creates zeros for all that is saved here, as large as the projections
     ctx.bias_dtype = bias.dtype
-    ctx.save_for_backward(rotated, out, lse, cos, sin, key_bias, value, token, up_to)
+    ctx.save_for_backward(rotated, out, lse, cos, sin, key_bias, value, token, up_to, far, far_bias)
 
 
-def _attention_backward(ctx, dout, *_):  # type: ignore[no-untyped-def]
+def _attention_backward(ctx, dout, drotated, _):  # type: ignore[no-untyped-def]
     kept = ctx.saved_tensors  # read once: activation checkpointing provides them only once
-    *_, key_bias, value, _, _ = kept
-    dqkv, dqkv_bias, (dbias, dvalue) = _attention_gradients(dout, *kept, ctx.reach, ctx.is_bounded)
+    out, (key_bias, value, _, _, far, far_bias) = kept[1], kept[5:]
+    dout = torch.zeros_like(out) if dout is None else dout
+    dqkv, dqkv_bias, (dbias, dvalue), dfar, dfar_bias = _attention_gradients(
+        dout, drotated, *kept, ctx.reach, ctx.is_bounded
+    )
     of_scores = None if key_bias is None else dbias, None if value is None else dvalue
-    return dqkv, dqkv_bias.to(ctx.bias_dtype), None, None, *of_scores, None, None, None, None, None
+    of_far = None if far is None else dfar, None if far_bias is None else dfar_bias
+    return dqkv, dqkv_bias.to(ctx.bias_dtype), None, None, *of_scores, None, None, *of_far, None, None, None
 
 
 def _attention_gradients_forward(
-    dout: Tensor, rotated: Tensor, out: Tensor, lse: Tensor, cos: Tensor, sin: Tensor,
+    dout: Tensor, drotated: Tensor | None, rotated: Tensor, out: Tensor, lse: Tensor, cos: Tensor, sin: Tensor,
     key_bias: Tensor | None, value: Tensor | None, token: Tensor | None, up_to: Tensor | None,
-    reach: int | None, is_bounded: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    far: Tensor | None, far_bias: Tensor | None, reach: int | None, is_bounded: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from thoughtbubbles.kernels import attention
     from thoughtbubbles.kernels import reach as of_near_forks
 
     kept = (dout, rotated, out, lse, cos, sin, key_bias, value)
     if reach is None:
-        return attention.backward(*kept, is_bounded=is_bounded)
-    return of_near_forks.backward(*kept, token, up_to, reach=reach, is_bounded=is_bounded)  # type: ignore[arg-type]
+        nothing = lse.new_empty(0)
+        return *attention.backward(*kept, drotated, is_bounded=is_bounded), nothing, nothing.clone()
+    given = token, up_to, far, far_bias
+    return of_near_forks.backward(*kept, *given, reach=reach, is_bounded=is_bounded)  # type: ignore[arg-type]
 
 
-def _attention_gradients_shapes(dout, rotated, out, lse, cos, sin, key_bias, value, token, up_to, reach, is_bounded):  # type: ignore[no-untyped-def]
+def _attention_gradients_shapes(  # type: ignore[no-untyped-def]
+    dout, drotated, rotated, out, lse, cos, sin, key_bias, value, token, up_to, far, far_bias, reach, is_bounded
+):
     _, batch, n_head, streams, head = rotated.shape
     return (
         rotated.new_empty(batch, streams, 3 * n_head * head),
         lse.new_empty(3 * n_head * head),
         lse.new_empty(2, batch, streams if key_bias is not None or value is not None else 0),
+        lse.new_empty(0) if far is None else torch.empty_like(far, memory_format=torch.contiguous_format),
+        lse.new_empty(0) if far_bias is None else torch.empty_like(far_bias, memory_format=torch.contiguous_format),
     )
 
 

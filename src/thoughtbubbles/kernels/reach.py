@@ -10,6 +10,9 @@ A query of token t has two kinds of keys, and the loops of attention.py run over
 In the backward, the gradients of the far table are computed first, by `_far_key_gradient`. `_near_key_gradient` then
 adds to each original's own share what the table has for its token. Nothing is added by two programs, so results are
 bitwise deterministic. The reference implementation is `Reach.visible` in model/layout.py with `reference_attention`.
+
+With `feedback`, forks go through the blocks after the originals. Then they are the only streams here, the far table is
+given, and its gradients are returned; the reference implementation is in model/feedback.py.
 """
 
 import math
@@ -185,10 +188,10 @@ def _query_gradient(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _far_key_gradient(  # type: ignore[no-untyped-def]
-    q, far_k, far_v, far_bias2, token, up_to, dout, lse, delta, far_dk, far_dv, far_db, scale2, S, T, N,
+    q, far_k, far_v, far_bias2, token, up_to, dout, lse, delta, far_dk, far_dv, far_db, scale, scale2, S, T, N,
     H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, APART: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """A block of originals, and all queries of later tokens."""
+    """A block of originals, and all queries of later tokens. `scale`: of the gradient of keys."""
     blocks = tl.cdiv(T, BN)
     first = tl.program_id(0) % blocks * BN
     bn = tl.program_id(0) // blocks
@@ -222,8 +225,8 @@ def _far_key_gradient(  # type: ignore[no-untyped-def]
         dv = dv * weight[:, None]
         db = db * weight
     to = (bn * T + n).to(tl.int64)[:, None] * H + h[None, :]
-    tl.store(far_dk + to, dk, mask=(n < T)[:, None])
-    tl.store(far_dv + to, dv, mask=(n < T)[:, None])
+    tl.store(far_dk + to, (dk * scale).to(far_dk.dtype.element_ty), mask=(n < T)[:, None])
+    tl.store(far_dv + to, dv.to(far_dv.dtype.element_ty), mask=(n < T)[:, None])
     if BIAS:
         tl.store(far_db + bn * T + n, db, mask=n < T)
 
@@ -232,9 +235,9 @@ def _far_key_gradient(  # type: ignore[no-untyped-def]
 def _near_key_gradient(  # type: ignore[no-untyped-def]
     q, k, v, bias2, token, up_to, value, dout, lse, delta, far_dk, far_dv, far_db, cos, sin, dqkv, dbias, dvalue,
     scale, scale2, S, T, N, reach,
-    H: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr, BIAS: tl.constexpr, VALUE: tl.constexpr,
+    H: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr, BIAS: tl.constexpr, VALUE: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """A block of streams as keys, and the queries near them; then the originals' part from the far table."""
+    """A block of streams as keys, and the queries near them; then, if OWN, the originals' part from the far table."""
     blocks = tl.cdiv(S, BN)
     first = tl.program_id(0) % blocks * BN
     bn = tl.program_id(0) // blocks
@@ -267,19 +270,25 @@ def _near_key_gradient(  # type: ignore[no-untyped-def]
         if BIAS:
             db += tl.sum(ds, 1)
         dk = tl.dot(ds.to(query.dtype), query, dk)
-    is_original = (of_key < T) & (is_fork == 0)
-    at = (bn * T + of_key).to(tl.int64)[:, None] * H + h[None, :]
-    dk += tl.load(far_dk + at, mask=is_original[:, None], other=0.0)
-    dv += tl.load(far_dv + at, mask=is_original[:, None], other=0.0)
-    if BIAS:
-        db += tl.load(far_db + bn * T + of_key, mask=is_original, other=0.0)
+    if OWN:
+        is_original = (of_key < T) & (is_fork == 0)
+        at = (bn * T + of_key).to(tl.int64)[:, None] * H + h[None, :]
+        dk += tl.load(far_dk + at, mask=is_original[:, None], other=0.0)
+        dv += tl.load(far_dv + at, mask=is_original[:, None], other=0.0)
+        if BIAS:
+            db += tl.load(far_db + bn * T + of_key, mask=is_original, other=0.0)
     store_key_gradients(
         dk * scale, dv, db, val, value, cos, sin, dqkv, dbias, dvalue, b, head, n, S, N, H, BN, BIAS, VALUE
     )
 
 
-def _far(rotated: Tensor, up_to: Tensor, key_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys, values (2, B, N, T, H) and biases (B, T) of the originals. Past a padded row's end: its last original."""
+def _far(
+    rotated: Tensor, up_to: Tensor, key_bias: Tensor | None, far: Tensor | None, far_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Keys, values (2, B, N, T, H) and biases (B, T) of the originals, if not given those among the streams. Past a
+    padded row's end: its last original."""
+    if far is not None:
+        return far.contiguous()[1:], rotated.new_empty(0) if far_bias is None else in_base_2(far_bias)
     slot = (up_to - 1).clamp(min=0)
     index = slot[None, :, None, :, None].expand(2, -1, rotated.shape[2], -1, rotated.shape[-1])
     bias = rotated.new_empty(0, dtype=torch.float32) if key_bias is None else in_base_2(key_bias.gather(1, slot))
@@ -296,6 +305,8 @@ def forward(
     value: Tensor | None,
     token: Tensor,
     up_to: Tensor,
+    far: Tensor | None,
+    far_bias: Tensor | None,
     *,
     n_head: int,
     reach: int,
@@ -303,6 +314,7 @@ def forward(
     """The heads, and for the backward the rotated q, k and v and the log of the weights' sums.
 
     token, up_to  the token of each stream, and for each token the number of streams of tokens up to it
+    far           q (not used), k and v of originals that are not among the streams, and their key biases
     """
     rotated = rotate(qkv, bias, cos, sin, value, n_head=n_head)
     _, batch, _, streams, head = rotated.shape
@@ -310,7 +322,7 @@ def forward(
     lse = qkv.new_empty(batch, n_head, streams, dtype=torch.float32)
     token, up_to, n_tokens = token.contiguous(), up_to.contiguous(), up_to.shape[1]
     tile = tile_for(WITH_NEAR, head)
-    far, far_bias = _far(rotated, up_to, key_bias)
+    far, far_bias = _far(rotated, up_to, key_bias, far, far_bias)
     _attend_forward[(triton.cdiv(streams, tile.queries) * batch * n_head,)](
         *described(rotated, (tile.queries, NEAR, NEAR)), *described(far, (tile.keys, tile.keys)),
         lse if key_bias is None else in_base_2(key_bias), far_bias, token, up_to, out, lse,
@@ -332,11 +344,14 @@ def backward(
     value: Tensor | None,
     token: Tensor,
     up_to: Tensor,
+    far: Tensor | None,
+    far_bias: Tensor | None,
     *,
     reach: int,
     is_bounded: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of qkv, of its bias, and of key bias and value score together (undefined for one that is None)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of qkv, of its bias, of key bias and value score together (undefined for one that is None), of `far`
+    (zeros for its queries) and of `far_bias`."""
     _, batch, n_head, streams, head = rotated.shape
     dout, cos, sin = dout.contiguous(), cos.contiguous(), sin.contiguous()
     token, up_to, n_tokens = token.contiguous(), up_to.contiguous(), up_to.shape[1]
@@ -344,8 +359,12 @@ def backward(
     delta = torch.empty_like(lse)
     of_heads = lse.new_empty(2, batch, n_head, streams if key_bias is not None or value is not None else 0)
     bias = lse if key_bias is None else in_base_2(key_bias)
-    far, far_bias = _far(rotated, up_to, key_bias)
-    far_gradients = lse.new_empty(2, batch, n_head, n_tokens, head)
+    dfar = lse.new_empty(0) if far is None else torch.empty_like(far, memory_format=torch.contiguous_format)
+    far_gradients = lse.new_empty(2, batch, n_head, n_tokens, head) if far is None else dfar[1:]
+    if far is not None:
+        dfar[0] = 0
+    is_given, has_far_bias = far is not None, far_bias is not None
+    far, far_bias = _far(rotated, up_to, key_bias, far, far_bias)
     far_db = lse.new_empty(batch, n_head, n_tokens)
     scale, has_bias = 1 / math.sqrt(head), key_bias is not None
     tile = tile_for(QUERY_GRADIENT, head)
@@ -362,12 +381,14 @@ def backward(
     near_do = TensorDescriptor.from_tensor(dout.flatten(0, 1), [NEAR, head])
     _far_key_gradient[(triton.cdiv(n_tokens, tile.keys) * batch * n_head,)](
         q, *described(far, (tile.keys, tile.keys)), far_bias, token, up_to, do, lse, delta, *far_gradients, far_db,
-        scale * LOG2E.value, streams, n_tokens, n_head,
+        scale if is_given else 1.0, scale * LOG2E.value, streams, n_tokens, n_head,
         H=head, BIAS=has_bias, APART=is_bounded, EVEN=streams % tile.queries == 0, **tile.launch(),
     )  # fmt: skip
     _near_key_gradient[(triton.cdiv(streams, NEAR) * batch * n_head,)](
         *near_tables, bias, token, up_to, lse if value is None else value.contiguous(), near_do, lse, delta,
         *far_gradients, far_db, cos, sin, dqkv, *of_heads, scale, scale * LOG2E.value, streams, n_tokens, n_head, reach,
-        H=head, BN=NEAR, NEAR=NEAR, BIAS=has_bias, VALUE=value is not None, num_warps=4, num_stages=1,
+        H=head, BN=NEAR, NEAR=NEAR, BIAS=has_bias, VALUE=value is not None, OWN=not is_given,
+        num_warps=4, num_stages=1,
     )  # fmt: skip
-    return dqkv, column_sums(dqkv.flatten(0, 1)), of_heads.sum(2)
+    of_far_bias = far_db.sum(1) if has_far_bias else lse.new_empty(0)
+    return dqkv, column_sums(dqkv.flatten(0, 1)), of_heads.sum(2), dfar, of_far_bias

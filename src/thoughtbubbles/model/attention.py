@@ -28,7 +28,7 @@ from torch import Tensor
 from thoughtbubbles import kernels
 from thoughtbubbles.kernels import ops
 from thoughtbubbles.model.config import ModelConfig
-from thoughtbubbles.model.layout import Beside, Layout
+from thoughtbubbles.model.layout import Layout, Originals
 from thoughtbubbles.model.linear import Linear, product_dtype
 from thoughtbubbles.model.rope import rotate
 from thoughtbubbles.model.streams import at_least_float32
@@ -116,6 +116,14 @@ def gated(v: Float[Tensor, "B N S H"], layout: Layout) -> Float[Tensor, "B N S H
     return v if layout.value_gate is None else (v * layout.value_gate[:, None, :, None]).to(v.dtype)
 
 
+def with_originals(layout: Layout, originals: Originals) -> Layout:
+    """Of forks, whose keys come after those of the originals; all values are gated already."""
+    key_bias = None
+    if layout.key_bias is not None and originals.key_bias is not None:
+        key_bias = torch.cat([originals.key_bias, layout.key_bias], dim=1)
+    return Layout(layout.rotary, key_bias, None, layout.gate, layout.least_bias, layout.reach, layout.visible)
+
+
 AttentionPath = Callable[[Tensor, Tensor, Tensor, Layout], Tensor]
 PATHS: dict[str, AttentionPath] = {"reference": reference_attention, "fused": fused_attention}
 
@@ -141,27 +149,35 @@ class Attention(torch.nn.Module):
         return path is fused_attention and self.has_kernel(x)
 
     def forward(
-        self, x: Float[Tensor, "B S D"], layout: Layout, path: AttentionPath, beside: Beside | None = None
-    ) -> Update:
-        """With `beside`, x are forks, which see originals too."""
-        if beside is None:
-            heads = self.heads(x, layout, path)
-        else:
-            heads = beside.forks_of(self.heads(beside.join(x, beside.originals), beside.layout, path))
+        self,
+        x: Float[Tensor, "B S D"],
+        layout: Layout,
+        path: AttentionPath,
+        originals: Originals | None = None,
+        *,
+        keep: bool = False,
+    ) -> tuple[Update, Float[Tensor, "3 B N S H"] | None]:
+        """The update, and with `keep` also queries, keys and values. With `originals`, x are forks, which see them."""
+        heads, kept = self.heads(x, layout, path, originals, keep=keep)
         heads = self.gate_heads(heads, x)
         if self.takes_kernel(x, path):
-            return Update(self.out.product(heads), self.out.bias)
-        return Update(self.out(heads))
+            return Update(self.out.product(heads), self.out.bias), kept
+        return Update(self.out(heads)), kept
 
-    def heads(self, x: Float[Tensor, "B S D"], layout: Layout, path: AttentionPath) -> Float[Tensor, "B S D"]:
+    def heads(
+        self, x: Float[Tensor, "B S D"], layout: Layout, path: AttentionPath, originals: Originals | None, *, keep: bool
+    ) -> tuple[Float[Tensor, "B S D"], Float[Tensor, "3 B N S H"] | None]:
         if self.takes_kernel(x, path):
             # Our kernel also adds the bias of the projection (`product` is without it) and rotates q and k.
             token, up_to, reach = layout.reach or (None, None, None)
-            return ops.attention(
+            far, far_bias = originals or (None, None)
+            assert reach is None or not keep, "the kernels with a reach take no gradient of what is kept"
+            heads, rotated = ops.attention(
                 self.qkv.product(x), self.qkv.bias, *layout.rotary, key_bias=layout.key_bias,
                 value_gate=layout.value_gate, n_head=self.n_head, least_bias=layout.least_bias,
-                token=token, up_to=up_to, reach=reach,
+                token=token, up_to=up_to, reach=reach, far=far, far_bias=far_bias,
             )  # fmt: skip
+            return heads, rotated if keep else None
         q_and_k, v = (
             self.qkv(x)
             .unflatten(-1, (3 * self.n_head, -1))
@@ -175,7 +191,12 @@ class Attention(torch.nn.Module):
         q, k = rotate(q_and_k, layout.rotary).chunk(2, dim=1)
         if self.form.score_channel:
             q = F.pad(q[..., :-1], (0, 1))  # zero, so that it is left out of q·k
-        return path(q, k, v, layout).transpose(1, 2).flatten(2)
+        kept = torch.stack([q, k, gated(v, layout)]) if keep else None
+        if originals is not None:
+            _, keys, values = originals.kept
+            k, v = torch.cat([keys, k], dim=2), torch.cat([values, gated(v, layout)], dim=2)
+            layout = with_originals(layout, originals)
+        return path(q, k, v, layout).transpose(1, 2).flatten(2), kept
 
     def gate_heads(self, heads: Float[Tensor, "*rows D"], x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
         """The heads times their gates, which are computed from x; unchanged without `head_gate`."""

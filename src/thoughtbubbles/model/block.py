@@ -21,7 +21,7 @@ from thoughtbubbles import kernels
 from thoughtbubbles.kernels import ops
 from thoughtbubbles.model.attention import EPSILON, Attention, AttentionPath, Update
 from thoughtbubbles.model.config import ModelConfig
-from thoughtbubbles.model.layout import Beside, Layout
+from thoughtbubbles.model.layout import Layout, Originals
 from thoughtbubbles.model.linear import Linear, product_dtype
 
 
@@ -32,6 +32,7 @@ class Residual(NamedTuple):
     update: Update | None = None
     # Only every second norm saves its sum for the backward; the one between finds it again as x + P · update.
     is_saved: bool = False
+    kept: Float[Tensor, "3 B N S H"] | None = None  # queries, keys and values of the block before, if asked for
 
     def add(self, update: Update) -> "Residual":
         """Pending: the next norm adds it."""
@@ -112,12 +113,16 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config) if is_modern else MLP(config)
 
     def forward(
-        self, residual: Residual, layout: Layout, path: AttentionPath, beside: Beside | None = None
+        self,
+        residual: Residual,
+        layout: Layout,
+        path: AttentionPath,
+        originals: Originals | None = None,
+        *,
+        keep: bool = False,
     ) -> Residual:
+        """`originals`, `keep`: for forks that go through the block after its originals (feedback.py)."""
         normed, residual = self.attention_norm(residual, layout.gate)
-        if beside is not None:
-            others, _ = self.attention_norm(Residual(beside.originals), None)
-            beside = Beside(others, *beside[1:])
-        residual = residual.add(self.attention(normed, layout, path, beside))
-        normed, residual = self.mlp_norm(residual, layout.gate)
-        return residual.add(self.mlp(normed))
+        update, kept = self.attention(normed, layout, path, originals, keep=keep)
+        normed, residual = self.mlp_norm(residual.add(update), layout.gate)
+        return Residual(residual.x, self.mlp(normed), residual.is_saved, kept)

@@ -3,8 +3,7 @@
 Per layer, forward + backward takes 6 · 12 D² per stream (with `block="modern"` about as much) and 6 · S² · D per row of
 S streams (the causal half of attention, and of it only the visible pairs with `fork_reach`); `head_gate` adds 6 · D · N
 per stream, `feedback` 6 · D² per token, and decoding 6 · D · V per decoded row. A third of this is the forward. Padding
-and what is computed again do not count as work: with activation checkpointing, or with `feedback` the queries, keys and
-values of originals next to forks.
+and what activation checkpointing computes again do not count as work.
 """
 
 from fractions import Fraction

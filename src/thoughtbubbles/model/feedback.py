@@ -2,7 +2,7 @@
 
     originals   go through all blocks first, and see originals only, as if there were no forks
     forks       then start from x + e + W · LayerNorm(y) and go through the blocks from the fork layer on, where they
-                see the originals of earlier tokens as these entered each block
+                see the keys and values that originals of earlier tokens had in each block
 
 x is the parent's state at the fork layer, e the learned embedding, and y the last state of the previous token's
 original (token 0 has none).
@@ -12,20 +12,20 @@ computed in parallel, two passes deep, and nothing of the future is in y. When d
 before: then original and fork of a token go through the blocks together.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from thoughtbubbles.model.attention import AttentionPath
-from thoughtbubbles.model.block import Residual
+from thoughtbubbles.model.block import Block, Residual
 from thoughtbubbles.model.gradients import gather_with_inverse
-from thoughtbubbles.model.layout import Beside, Layout
+from thoughtbubbles.model.layout import Layout, Originals, Reach
 from thoughtbubbles.model.rope import Rotary
 from thoughtbubbles.model.selection import pack
-from thoughtbubbles.model.streams import Streams, is_original, take_or_zero
+from thoughtbubbles.model.streams import Streams, is_original, streams_up_to, take_or_zero
 
 if TYPE_CHECKING:
     from thoughtbubbles.model.transformer import Thoughtbubbles
@@ -51,10 +51,11 @@ def originals_first(
     # In a padded row there are fewer originals than columns: then the last columns belong to nothing.
     own, place_of_own = pack(original, n_tokens)
     state, alone = some_of(streams, own, place_of_own, n_tokens), layout_of(layout, own, place_of_own)
-    entered = []  # each block
+    residual, kept = Residual(state.x), []
     for block in blocks:
-        entered.append(state.x)
-        state = model.apply_update(state, block(Residual(state.x), alone, path), alone)
+        residual = block(residual, alone, path, keep=n_forks > 0)
+        kept.append(residual.kept)
+    state = model.apply_update(state, residual, alone)
     last = gather_with_inverse(state.x, place_of_own, own[..., None])
     if n_forks == 0:
         return Streams(last, streams.log_score, streams.token)
@@ -64,17 +65,45 @@ def originals_first(
     said = gather_with_inverse(said, place_of_own, own[..., None])
     said = F.pad(said[:, 1:], (0, 0, 0, 1))  # a token has at most one fork, in the slot left of its original
     begun = Streams(streams.x + said.to(streams.x.dtype), streams.log_score, streams.token)
-    forks, of_forks = some_of(begun, fork, place_of_fork, n_tokens), layout_of(layout, fork, place_of_fork)
-    if layout.visible is not None:  # what originals see here is used by nothing, but it may be recorded
-        layout = layout._replace(visible=layout.visible & (original[:, None] | ~original[..., None]))
+    forks = some_of(begun, fork, place_of_fork, n_tokens)
+    reach = reach_of_forks(forks.token, streams_up_to(streams.token, n_tokens), original.sum(1, keepdim=True))
+    is_kernel = cast(Block, blocks[0]).attention.takes_kernel(streams.x, path_of_forks)
+    visible = None if is_kernel else earlier_and_itself(forks.token, n_tokens)
+    of_forks = Layout(*layout_of(layout, fork, place_of_fork)[:5], reach, visible)
     residual = Residual(forks.x)
-    place = torch.where(place_of_fork < n_forks, place_of_fork, n_forks + place_of_own)
-    for block, x in zip(blocks, entered, strict=True):
-        beside = Beside(x, layout, place, torch.cat([fork, own], dim=1), fork, place_of_fork)
-        residual = block(residual, of_forks, path_of_forks, beside)
+    for block, of_originals in zip(blocks, kept, strict=True):
+        residual = block(residual, of_forks, path_of_forks, Originals(of_originals, alone.key_bias))
     after = model.apply_update(forks, residual, of_forks)
     back = gather_with_inverse(after.x, place_of_fork, fork[..., None])
     return Streams(torch.where(original[..., None], last, back), streams.log_score, streams.token)
+
+
+def reach_of_forks(token: Int[Tensor, "B F"], up_to: Int[Tensor, "B T"], length: Int[Tensor, "B 1"]) -> Reach:
+    """Of forks by themselves, given the streams up to each token: without the originals among them."""
+    originals_up_to = torch.arange(1, up_to.shape[1] + 1, device=token.device).minimum(length)
+    return Reach(token, up_to - originals_up_to, 0)
+
+
+def earlier_and_itself(token: Int[Tensor, "B F"], n_tokens: int) -> Bool[Tensor, "B F K"]:
+    """What forks see: originals of earlier tokens, then forks, of which each sees itself only."""
+    earlier = token[..., None] > torch.arange(n_tokens, device=token.device)
+    itself = torch.eye(token.shape[1], dtype=torch.bool, device=token.device).expand(len(token), -1, -1)
+    return torch.cat([earlier, itself], dim=2)
+
+
+def among_all_streams(
+    of_originals: Float[Tensor, "B N T T"], of_forks: Float[Tensor, "B N F K"], token: Int[Tensor, "B S"]
+) -> Float[Tensor, "B N S S"]:
+    """Attention weights of a block, recorded in two parts."""
+    n_tokens, n_forks = of_originals.shape[-1], of_forks.shape[-2]
+    original = is_original(token, n_tokens)
+    _, place = pack(original, n_tokens)
+    _, place_of_fork = pack(~original & (token < n_tokens), n_forks)
+    rows = torch.cat([F.pad(of_originals, (0, n_forks)), of_forks], dim=2)
+    place = torch.where(original, place, n_tokens + place_of_fork)
+    rows = take_or_zero(rows.transpose(1, 2).flatten(2), place).unflatten(2, (rows.shape[1], -1))
+    columns = take_or_zero(rows.permute(0, 3, 1, 2).flatten(2), place).unflatten(2, rows.shape[1:3])
+    return columns.permute(0, 3, 2, 1)
 
 
 def some_of(streams: Streams, chosen: Int[Tensor, "B n"], place: Int[Tensor, "B S"], n_tokens: int) -> Streams:

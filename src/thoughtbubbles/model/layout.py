@@ -13,7 +13,6 @@ from torch import Tensor
 
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.fork import FLOOR
-from thoughtbubbles.model.gradients import gather_with_inverse
 from thoughtbubbles.model.rope import Rotary, rotary
 from thoughtbubbles.model.streams import (
     Streams,
@@ -64,21 +63,11 @@ class Layout(NamedTuple):
     visible: Bool[Tensor, "B S K"] | None = None  # with a reach: what each stream sees, unless a kernel finds it
 
 
-class Beside(NamedTuple):
-    """Originals next to which forks go through a block by themselves (feedback.py)."""
+class Originals(NamedTuple):
+    """Seen by forks that go through a block after them (feedback.py)."""
 
-    originals: Float[Tensor, "B T D"]  # as they entered the block
-    layout: Layout  # of all streams
-    place: Int[Tensor, "B S"]  # of each stream: among the forks, then the originals
-    slot: Int[Tensor, "B n"]  # of each fork, then each original
-    fork: Int[Tensor, "B F"]  # the slot of each fork
-    place_of_fork: Int[Tensor, "B S"]
-
-    def join(self, forks: Float[Tensor, "B F D"], originals: Float[Tensor, "B T D"]) -> Float[Tensor, "B S D"]:
-        return gather_with_inverse(torch.cat([forks, originals], dim=1), self.place, self.slot[..., None])
-
-    def forks_of(self, values: Float[Tensor, "B S D"]) -> Float[Tensor, "B F D"]:
-        return gather_with_inverse(values, self.fork, self.place_of_fork[..., None])
+    kept: Float[Tensor, "3 B N T H"]  # queries (not used), keys and values of the block's attention
+    key_bias: Float[Tensor, "B T"] | None
 
 
 def find_layout(streams: Streams, config: ModelConfig, *, n_tokens: int, has_forked: bool = True) -> Layout:

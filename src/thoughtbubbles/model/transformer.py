@@ -20,7 +20,7 @@ from thoughtbubbles.model.attention import PATHS, AttentionPath, recording_atten
 from thoughtbubbles.model.block import Block, Residual
 from thoughtbubbles.model.budget import Budget, BudgetLike
 from thoughtbubbles.model.config import ModelConfig
-from thoughtbubbles.model.feedback import originals_first
+from thoughtbubbles.model.feedback import among_all_streams, originals_first
 from thoughtbubbles.model.fork import ForkLayer, ForkRecord, ScoreHead
 from thoughtbubbles.model.initial import SkipInit, draw_normal, has_numbers
 from thoughtbubbles.model.layout import Layout, find_layout
@@ -165,7 +165,7 @@ class Thoughtbubbles(nn.Module):
             next_logits=self.next_logits(streams, given.lengths, n_tokens) if "next_logits" in want else None,
             token_nll=nll,
             forks=forks if trace else None,
-            attention=self.of_all_streams(attention) or None,
+            attention=self.of_all_streams(attention, streams) or None,
         )
 
     def run_layers(
@@ -181,8 +181,6 @@ class Thoughtbubbles(nn.Module):
                 streams = self.apply_update(streams, residual, layout)
                 streams, record = self.forks[str(layer)](streams, given.lengths, n_tokens=n_tokens, rule=given.rule)
                 layout, residual = self.layout(streams, n_tokens), Residual(streams.x)
-                if layout.reach is not None and not cast(Block, block).attention.takes_kernel(streams.x, of_forks):
-                    layout = layout._replace(visible=layout.reach.visible())  # once for all blocks
                 forks.append(ForkRecord(*record[:-1], layer))  # type: ignore[call-arg]
                 if self.config.feedback:
                     # A token has at most one; under a fixed budget a short row has as many streams as a full one.
@@ -190,13 +188,17 @@ class Thoughtbubbles(nn.Module):
                     n_forks = n_slots - n_tokens if given.rule.fixed_tokens is None else n_slots // 2
                     sizes = {"n_tokens": n_tokens, "n_forks": n_forks}
                     return originals_first(self, layer, streams, layout, path, of_forks, **sizes), tuple(forks)
+                if layout.reach is not None and not cast(Block, block).attention.takes_kernel(streams.x, path):
+                    layout = layout._replace(visible=layout.reach.visible())  # once for all blocks
             residual = block(residual, layout, path)
         return self.apply_update(streams, residual, layout), tuple(forks)
 
-    def of_all_streams(self, attention: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """One for each block: with `feedback` the recorded ones of originals alone are left out."""
-        n_layer = self.config.n_layer
-        return (*attention[: n_layer - (len(attention) - n_layer)], *attention[n_layer:])
+    def of_all_streams(self, attention: Sequence[Tensor], streams: Streams) -> tuple[Tensor, ...]:
+        """Recorded weights, for each block: with `feedback`, those of originals come before those of forks."""
+        n_layer, of_forks = self.config.n_layer, attention[self.config.n_layer :]
+        n_before = n_layer - len(of_forks)
+        parts = zip(attention[n_before:n_layer], of_forks, strict=True)
+        return (*attention[:n_before], *(among_all_streams(*part, streams.token) for part in parts))
 
     def layout(self, streams: Streams, n_tokens: int, *, has_forked: bool = True) -> Layout:
         return find_layout(streams, self.config, n_tokens=n_tokens, has_forked=has_forked)

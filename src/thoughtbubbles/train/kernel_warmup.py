@@ -17,7 +17,7 @@ from thoughtbubbles.model.block import Block, Residual
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.initial import SkipInit
-from thoughtbubbles.model.layout import find_layout
+from thoughtbubbles.model.layout import Layout, Originals, find_layout
 from thoughtbubbles.model.streams import Streams
 from thoughtbubbles.train.config import ComputeConfig
 from thoughtbubbles.train.parallel import has_kernels
@@ -51,16 +51,37 @@ def warm_up_kernels(config: ModelConfig, compute: ComputeConfig, world: World) -
 
 def run_two_blocks(config: ModelConfig, device: torch.device, residual: torch.dtype) -> None:
     """Uses rows with as many streams as in the run: some kernels are specialized on whether their tiles fit."""
-    lengths = {False: config.copies * config.block_size}
-    if config.fork_layers:
-        lengths[True] = Budget.of(config.budget).largest_floor(config.block_size)
+    n_tokens, budget, path = config.block_size, Budget.of(config.budget), PATHS["fused"]
     with SkipInit(), device:
         block = Block(config)
-    for has_scores, n_streams in lengths.items():
-        x = torch.zeros(1, n_streams, config.width, device=device, dtype=residual, requires_grad=True)
-        log_score = torch.zeros(1, n_streams, device=device, requires_grad=True)
-        token = torch.arange(n_streams, device=device).clamp(max=config.block_size)[None]  # the rest is unused slots
-        layout = find_layout(Streams(x, log_score, token), config, n_tokens=config.block_size, has_forked=has_scores)
+
+    def streams(n: int) -> Streams:
+        x = torch.zeros(1, n, config.width, device=device, dtype=residual, requires_grad=True)
+        log_score = torch.zeros(1, n, device=device, requires_grad=True)
+        # Past the tokens: unused slots.
+        return Streams(x, log_score, torch.arange(n, device=device).clamp(max=n_tokens)[None])
+
+    def run(n: int, *, has_forked: bool) -> None:
+        given = streams(n)
+        layout = find_layout(given, config, n_tokens=n_tokens, has_forked=has_forked)
         with torch.autocast(device.type, torch.bfloat16):
-            y = block(block(Residual(x), layout, PATHS["fused"]), layout, PATHS["fused"])
-        torch.autograd.grad(y.total(layout.gate).sum(), (x, *block.parameters()))
+            y = block(block(Residual(given.x), layout, path), layout, path)
+        torch.autograd.grad(y.total(layout.gate).sum(), (given.x, *block.parameters()))
+
+    def run_forks_after_originals(n_forks: int) -> None:
+        originals, forks = streams(n_tokens), streams(n_forks)
+        alone, of_forks = (find_layout(each, config, n_tokens=n_tokens) for each in (originals, forks))
+        alone = Layout(*alone[:5])
+        with torch.autocast(device.type, torch.bfloat16):
+            first = block(block(Residual(originals.x), alone, path, keep=True), alone, path, keep=True)
+            assert first.kept is not None
+            seen = Originals(first.kept, alone.key_bias)
+            y = block(block(Residual(forks.x), of_forks, path, seen), of_forks, path, seen)
+        total = first.total(alone.gate).sum() + y.total(of_forks.gate).sum()
+        torch.autograd.grad(total, (originals.x, forks.x, *block.parameters()))
+
+    run(config.copies * n_tokens, has_forked=False)
+    if config.feedback:
+        run_forks_after_originals(max(1, budget.largest_floor(n_tokens) - n_tokens))
+    elif config.fork_layers:
+        run(budget.largest_floor(n_tokens), has_forked=True)

@@ -52,7 +52,6 @@ def has_kernels(compute: ComputeConfig, device: str) -> bool:
 
 def _is_all_kernels(model: Thoughtbubbles, compute: ComputeConfig, device: str) -> bool:
     """Whether blocks are only our kernels and matrix products: then compiling them for a CUDA graph gains nothing.
-    (With `feedback` there are a few gathers too; whether compiling those gains anything has not been measured.)
 
     Not the authors' form or a modern block, since there are no kernels for their attention and MLP, and not with gates
     of heads, which the compiler fuses.
