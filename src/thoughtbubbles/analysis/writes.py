@@ -24,8 +24,7 @@ def recorded(model: Thoughtbubbles) -> Iterator[list[dict[str, Tensor | None]]]:
         kept.append({"gate": arguments[1].gate})
 
     def keep(name: str) -> Any:
-        def hook(module: Any, arguments: Any, out: Any) -> None:
-            update, _ = out if name == "attention" else (out, None)
+        def hook(module: Any, arguments: Any, update: Any) -> None:
             kept[-1][name] = update.with_bias()
 
         return hook

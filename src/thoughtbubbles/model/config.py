@@ -200,7 +200,7 @@ class ModelConfig:
     def _check_feedback(self) -> None:
         name, on = "feedback", self.feedback
         _require(len(self.fork_layers) == 1, name, on, f"give one fork layer, not {len(self.fork_layers)}")
-        _require(self.fork_reach == 0, name, on, "later tokens must not see forks: set fork_reach=0")
+        _require(self.fork_reach is not None, name, on, "originals must not see forks: set fork_reach")
         _require(self.merge != "original", name, on, "merge='original' does not read forks: choose another merge")
 
     def _check_authors_compat(self) -> None:

@@ -67,8 +67,9 @@ def originals_first(
     begun = Streams(streams.x + said.to(streams.x.dtype), streams.log_score, streams.token)
     forks = some_of(begun, fork, place_of_fork, n_tokens)
     reach = reach_of_forks(forks.token, streams_up_to(streams.token, n_tokens), original.sum(1, keepdim=True))
+    reach = Reach(*reach[:2], model.config.fork_reach)
     is_kernel = cast(Block, blocks[0]).attention.takes_kernel(streams.x, path_of_forks)
-    visible = None if is_kernel else earlier_and_itself(forks.token, n_tokens)
+    visible = None if is_kernel else earlier_and_itself(forks.token, n_tokens, model.config.fork_reach)
     of_forks = Layout(*layout_of(layout, fork, place_of_fork)[:5], reach, visible)
     residual = Residual(forks.x)
     for block, of_originals in zip(blocks, kept, strict=True):
@@ -84,10 +85,12 @@ def reach_of_forks(token: Int[Tensor, "B F"], up_to: Int[Tensor, "B T"], length:
     return Reach(token, up_to - originals_up_to, 0)
 
 
-def earlier_and_itself(token: Int[Tensor, "B F"], n_tokens: int) -> Bool[Tensor, "B F K"]:
+def earlier_and_itself(token: Int[Tensor, "B F"], n_tokens: int, reach: int) -> Bool[Tensor, "B F K"]:
     """What forks see: originals of earlier tokens, then forks, of which each sees itself only."""
     earlier = token[..., None] > torch.arange(n_tokens, device=token.device)
     itself = torch.eye(token.shape[1], dtype=torch.bool, device=token.device).expand(len(token), -1, -1)
+    near = (token[..., None] - token[:, None] <= reach) & (token[..., None] < n_tokens)
+    itself = itself | (near & torch.ones_like(itself).tril())
     return torch.cat([earlier, itself], dim=2)
 
 

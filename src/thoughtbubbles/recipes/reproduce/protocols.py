@@ -235,6 +235,15 @@ def screen() -> Protocol:
             )
             for layer in (0, 3, 6)
         },
+        **{
+            f"feedback-{layer}-reach{reach}-gate": Row(
+                what=f"`feedback-{layer}-gate`, forks see forks of {reach} tokens too",
+                model=forks(2, layers=(layer,), **{**STATE, "fork_reach": reach}, feedback=True, head_gate=True),
+                optim=forked,
+            )
+            for layer in (0, 3)
+            for reach in (64, 512)
+        },
         "feedback-3-scores": Row(
             what="`feedback-3` with learned scores, which attenuate",
             model=forks(2, layers=(3,), fork_reach=0, merge="forks", feedback=True),
