@@ -329,8 +329,8 @@ def block(
 
 
 def with_feedback(weights: Weights, settings: Settings, layer: int, streams: list[Stream]) -> list[Stream]:
-    """Originals pass the blocks from `layer` on alone. Then each fork, which gets the previous token's last state and
-    stands alone with the originals of earlier tokens, as these were when they entered each block."""
+    """Originals pass the blocks from `layer` on alone. Then forks do, which get the last state of the previous token. In
+    each block, one sees originals of earlier tokens as these entered it, forks of tokens within reach, and itself."""
     name = f"forks.{layer}"
     log_p = attenuation(streams, settings)  # relative scores are those within the whole bubble
     is_last = [i + 1 == len(streams) or streams[i + 1].token != streams[i].token for i in range(len(streams))]
@@ -343,22 +343,26 @@ def with_feedback(weights: Weights, settings: Settings, layer: int, streams: lis
         entered.append(row)
         row = block(weights, settings, number, row, log_p=[log_p[i] for i in own], at=[spots[i] for i in own])
     after = {own[t]: row[t] for t in range(n_tokens)}
+    forks = {}
     for i, stream in enumerate(streams):
-        if is_last[i]:
-            continue
-        t, x = stream.token, stream.x
-        if t > 0:
-            x = x + linear(weights, f"{name}.feedback", layer_norm(weights, f"{name}.feedback_norm", row[t - 1].x))
-        fork = Stream(x, stream.log_score, t)
-        for number, before in zip(range(layer, settings.n_layer), entered, strict=True):
-            group = [*before[:t], fork]
-            chosen = [*own[:t], i]
-            passed = block(
+        if not is_last[i]:
+            t, x = stream.token, stream.x
+            if t > 0:
+                x = x + linear(weights, f"{name}.feedback", layer_norm(weights, f"{name}.feedback_norm", row[t - 1].x))
+            forks[i] = Stream(x, stream.log_score, t)
+    assert settings.fork_reach is not None
+    for number, before in zip(range(layer, settings.n_layer), entered, strict=True):
+        passed = {}
+        for i, fork in forks.items():
+            near = [j for j in forks if j < i and fork.token - forks[j].token <= settings.fork_reach]
+            group = [*before[: fork.token], *(forks[j] for j in near), fork]
+            chosen = [*own[: fork.token], *near, i]
+            found = block(
                 weights, settings, number, group, log_p=[log_p[j] for j in chosen], at=[spots[j] for j in chosen]
             )
-            fork = passed[-1]
-        after[i] = fork
-    return [after[i] for i in range(len(streams))]
+            passed[i] = found[-1]
+        forks = passed
+    return [{**after, **forks}[i] for i in range(len(streams))]
 
 
 # ---- from ids to predictions ----------------------------------------------------------------------------------------

@@ -156,7 +156,10 @@ def change_config(folder: Path, **changes: object) -> None:
         ({"score_noise": -1}, "score_noise = -1: give a number from 0"),
         ({"score_noise": float("nan")}, "score_noise = nan"),
         ({"feedback": True, "fork_reach": 0}, "feedback = True: give one fork layer, not 3"),
-        ({"feedback": True, "fork_layers": [1]}, "feedback = True: later tokens must not see forks: set fork_reach=0"),
+        (
+            {"feedback": True, "fork_layers": [1]},
+            "feedback = True: forks see forks of fork_reach tokens before: set it, 0 or more",
+        ),
         (
             {"feedback": True, "fork_layers": [1], "fork_reach": 0, "merge": "original"},
             "merge='original' does not read",

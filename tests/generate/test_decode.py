@@ -57,6 +57,8 @@ FORMS = {
     "private forks at once": {"fork_layers": (0, 1), "fork_reach": 0, "budget": 4},
     "feedback": {"fork_layers": (1,), "fork_reach": 0, "feedback": True, "budget": 2, "merge": "forks"},
     "feedback, few forks": {"fork_layers": (0,), "fork_reach": 0, "feedback": True, "budget": 1.5, "head_gate": True},
+    "feedback, near forks": {"fork_layers": (1,), "fork_reach": 3, "feedback": True, "budget": 2, "merge": "forks"},
+    "feedback, forks seen for long": {"fork_layers": (0,), "fork_reach": 20, "feedback": True, "budget": 1.5},
     "modern blocks": {"block": "modern"},
     "plain with gates of heads": {"fork_layers": (), "merge": "original", "head_gate": True},
 }
@@ -144,7 +146,7 @@ def shapes(draw):
         "score_scale": draw(st.sampled_from(["head", "one"])),
         "score_bias": draw(st.sampled_from([None, 0.0, 1.5, -3])),
     }
-    if len(config["fork_layers"]) == 1 and config["fork_reach"] == 0 and config["merge"] != "original":
+    if len(config["fork_layers"]) == 1 and config["fork_reach"] is not None and config["merge"] != "original":
         config["feedback"] = draw(st.booleans())
     fractions = st.fractions(1, 8, max_denominator=12)
     return {

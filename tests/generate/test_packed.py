@@ -30,11 +30,12 @@ CASES = {
     "private forks": {"fork_reach": 0, "merge": "forks"},
     "feedback": {"fork_layers": (1,), "fork_reach": 0, "feedback": True, "merge": "forks"},
     "near forks": {"fork_reach": 2},
+    "feedback, near forks": {"fork_layers": (1,), "fork_reach": 2, "feedback": True, "merge": "forks"},
     "forks seen for long": {"fork_reach": 11, "merge": "residual"},
 }
 
 
-QUICK = ("mixture", "plain", "feedback", "near forks")
+QUICK = ("mixture", "plain", "feedback", "near forks", "feedback, near forks")
 
 
 def storage(model: Thoughtbubbles, rows: int) -> Cache:

@@ -49,7 +49,7 @@ def test_room_for_forks_of_near_tokens(reach, forks):
     assert memory.keys == (21 + sum(21 + n for n in forks)) * 12 * 4
 
 
-@pytest.mark.parametrize(("reach", "form"), [(0, {}), (2, {}), (9, {}), (0, FEEDBACK)])
+@pytest.mark.parametrize(("reach", "form"), [(0, {}), (2, {}), (9, {}), (0, FEEDBACK), (3, FEEDBACK)])
 def test_memory_is_as_predicted(reach, form):
     model = private(reach, **form)
     for budget, rows, capacity in ((1, 1, 16), ([1.5, "7/3"], 2, 13)):
@@ -63,7 +63,7 @@ def test_memory_is_as_predicted(reach, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("reach", "form"), [(0, {}), (2, {}), (9, {}), (0, FEEDBACK)])
+@pytest.mark.parametrize(("reach", "form"), [(0, {}), (2, {}), (9, {}), (0, FEEDBACK), (3, FEEDBACK)])
 def test_a_grown_cache_continues_like_one_that_was_large_from_the_start(reach, form):
     model = private(reach, budget=4, **form)
     ids, more = random_ids(model.config, 3, 5), random_ids(model.config, 3, 20, seed=1)

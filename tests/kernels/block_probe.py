@@ -471,6 +471,9 @@ def cases() -> dict[str, Callable[[], Found]]:
             f"feedback {given}": lambda given=given: feedback(**given)
             for given in (
                 {"n_tokens": 16},
+                {"n_tokens": 70, "fork_reach": 7, "head_gate": True},
+                {"n_tokens": 64, "fork_reach": 7, "lengths": [64, 29], "budget": 1.5, "score_bias": 1},
+                {"n_tokens": 70, "fork_reach": 64},
                 {"n_tokens": 70, "budget": 1.5, "head_gate": True},
                 {"n_tokens": 33, "lengths": [33, 9], "merge": "residual"},
                 {"n_tokens": 40, "gate_qk": False, "gate_v": False},
@@ -480,6 +483,7 @@ def cases() -> dict[str, Callable[[], Found]]:
         "compiled ahead": compiled_ahead,
         "compiled ahead, private forks": lambda: compiled_ahead(fork_reach=0),
         "compiled ahead, feedback": lambda: compiled_ahead(fork_reach=0, feedback=True, fork_layers=(2,)),
+        "compiled ahead, feedback, near forks": lambda: compiled_ahead(fork_reach=3, feedback=True, fork_layers=(2,)),
         **{f"gelu {shape}": lambda shape=shape: gelus(*shape) for shape in ((1, 8), (37, 100), (300, 33), (3, 5, 129))},
     }
 

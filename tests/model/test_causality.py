@@ -15,6 +15,7 @@ from helpers import (
 
 MERGES = ("mixture", "residual", "original", "forks")
 FEEDBACK = {"fork_layers": (1,), "fork_reach": 0, "feedback": True}
+NEAR_FEEDBACK = {**FEEDBACK, "fork_reach": 3}
 
 
 def two_rows_that_agree_before(config, t: int, tokens: int):
@@ -38,10 +39,10 @@ def test_causal_selection_is_bit_identical_before_a_change(merge, budget):
             assert not torch.equal(a[:, t:], b[:, t:])
 
 
-@pytest.mark.parametrize("form", [{"fork_reach": 0}, {"fork_reach": 1}, {"fork_reach": 4}, FEEDBACK])
+@pytest.mark.parametrize("form", [{"fork_reach": 0}, {"fork_reach": 1}, {"fork_reach": 4}, FEEDBACK, NEAR_FEEDBACK])
 @pytest.mark.parametrize("merge", MERGES)
 def test_the_reach_of_forks_is_causal(merge, form):
-    if merge == "original" and form is FEEDBACK:
+    if merge == "original" and "feedback" in form:
         pytest.skip("the original reads no forks")
     config = small_config(merge=merge, budget=4, **form)
     model = lively_model(config)

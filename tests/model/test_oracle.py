@@ -148,6 +148,8 @@ def test_the_reach_of_forks(merge, reach, selection, attention):
         {"fork_layers": (3,), "head_gate": True},
         {"fork_layers": (0,), "relative_scores": True},
         {"fork_layers": (2,), "budget": 1.25, "gate_qk": False},
+        {"fork_reach": 1, "budget": 1.5},
+        {"fork_reach": 3, "score_bias": 2, "head_gate": True},
         {"fork_layers": (0,), "budget": 1, "gate_v": False, "gate_residual": False},
         {"selection": "block", "budget_mode": "fixed", "block_size": 8},
     ],
@@ -156,8 +158,8 @@ def test_the_reach_of_forks(merge, reach, selection, attention):
     "merge", ["forks", *(pytest.param(merge, marks=pytest.mark.slow) for merge in ("mixture", "residual"))]
 )
 def test_feedback(merge, form, attention):
-    form = {"fork_layers": (1,), **form}
-    compare(small_config(merge=merge, fork_reach=0, feedback=True, **form), [6, 4, 1], attention=attention)
+    form = {"fork_layers": (1,), "fork_reach": 0, **form}
+    compare(small_config(merge=merge, feedback=True, **form), [6, 4, 1], attention=attention)
 
 
 @pytest.mark.parametrize("form", [{}, {"fork_reach": 0}, {"selection": "block"}, {"head_gate": True, "budget": 4}])

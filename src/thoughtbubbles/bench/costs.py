@@ -43,7 +43,7 @@ def inspect_model(
     if base.fork_layers:
         of_reach = [base]
         if reach is not None:
-            of_reach.append(replace(base, fork_reach=reach, feedback=base.feedback and not reach))
+            of_reach.append(replace(base, fork_reach=reach))
         variants |= {_label(each, r): replace(each, budget=r) for r in budgets for each in of_reach}
     show_costs(model, variants, tokens=tokens or base.block_size, rows=rows)
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from thoughtbubbles.generate.cache import Cache, Span, budget_of_rows, new_cache
 from thoughtbubbles.generate.packed import Batch, read
 from thoughtbubbles.generate.prediction import Prediction
-from thoughtbubbles.generate.reach import NEVER, slots_of_prompts
+from thoughtbubbles.generate.reach import NEVER, slots_in_ring, slots_of_prompts
 from thoughtbubbles.model import inputs
 from thoughtbubbles.model.attention import PATHS, gated
 from thoughtbubbles.model.budget import Budget, BudgetLike, brief
 from thoughtbubbles.model.config import is_whole
 from thoughtbubbles.model.layout import Layout, attenuating
-from thoughtbubbles.model.streams import originals, streams_up_to, take
+from thoughtbubbles.model.streams import originals, slots, streams_up_to, take
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 
@@ -107,18 +107,35 @@ def _fill(model: Thoughtbubbles, given: inputs.Inputs, cache: Cache) -> tuple[Pr
             unread=span.token.shape[1] - 1,
         )
 
+    def store(span: Span, i: int, slot: Tensor, k: Tensor, v: Tensor) -> None:
+        span.key[i][row, :, slot] = k.transpose(1, 2).to(span.key.dtype)
+        span.value[i][row, :, slot] = v.transpose(1, 2).to(span.value.dtype)
+
     def path(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         span, i = next(storage)
         if layout.reach is None:
-            span.key[i, :, :, : k.shape[2]] = k
-            span.value[i, :, :, : v.shape[2]] = gated(v, layout)
+            first = span.ring(cache.capacity) if span.kept is not None else 0  # with `feedback`, originals are alone
+            span.key[i, :, :, first : first + k.shape[2]] = k
+            span.value[i, :, :, first : first + v.shape[2]] = gated(v, layout)
         else:
-            slot = slots_of(span, layout.reach.token)
-            span.key[i][row, :, slot] = k.transpose(1, 2).to(span.key.dtype)
-            span.value[i][row, :, slot] = gated(v, layout).transpose(1, 2).to(span.value.dtype)
+            store(span, i, slots_of(span, layout.reach.token), k, gated(v, layout))
         return PATHS[model.attention](q, k, v, layout)
 
-    streams, forks = model.run_layers(given, path, PATHS[model.attention])
+    last = cache.spans[-1]
+    blocks_of_forks = iter(range(last.key.shape[0]))
+
+    def path_of_forks(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """With `feedback`: keys and values of originals, then those of the forks, whose values are gated already."""
+        assert layout.reach is not None
+        token, ring, unread = layout.reach.token, last.ring(cache.capacity), last.token.shape[1] - 1
+        nth, is_fork = slots(token).expand_as(token), token < n_tokens
+        first = given.lengths[:, None] - last.reach
+        slot = slots_in_ring(token, nth, is_fork, from_token=first, ring=ring, unread=unread)
+        store(last, next(blocks_of_forks), slot, *(each[:, :, -token.shape[1] :] for each in (k, v)))
+        return PATHS[model.attention](q, k, v, layout)
+
+    has_ring = last.kept is not None and last.ring(cache.capacity) > 0
+    streams, forks = model.run_layers(given, path, path_of_forks if has_ring else PATHS[model.attention])
     if cache.last is not None:
         cache.last[:, :n_tokens] = take(streams.x, originals(streams.token, n_tokens))
     spans = []

@@ -1,8 +1,8 @@
 """Forks that come after originals (model/feedback.py) over a KV cache, which has the last states of all tokens.
 
 The single next token of a row: the last state of the token before is known, so its fork and its original go through the
-blocks together. Several tokens: originals first; then forks, but only those of tokens that predict, since nothing else
-depends on forks.
+blocks together. Several tokens: originals first; then forks. If forks do not see each other (`fork_reach=0`), only
+those of tokens that predict are computed, since nothing else depends on forks.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from thoughtbubbles.generate.cache import Cache
+from thoughtbubbles.generate.cache import Cache, Span
 from thoughtbubbles.model.attention import PATHS, gated
 from thoughtbubbles.model.block import Residual
 from thoughtbubbles.model.config import ModelConfig
@@ -32,6 +32,18 @@ def fed_back(
     return torch.where((number > 0)[:, None], said, 0)
 
 
+class Ring(NamedTuple):
+    """The forks that rows hold (reach.py) before a step stores others in their place."""
+
+    token: Int[Tensor, "B R"]
+    log_score: Float[Tensor, "B R"]
+
+    @classmethod
+    def of(cls, span: Span, rows: Int[Tensor, "B"], capacity: int) -> "Ring":
+        size = span.ring(capacity)
+        return cls(span.token[rows, :size].long(), span.log_score[rows, :size])
+
+
 class Waiting(NamedTuple):
     """The packed streams (packed.py) after the fork layer, of which forks wait for the last states of originals."""
 
@@ -40,6 +52,8 @@ class Waiting(NamedTuple):
     row: Int[Tensor, "M"]  # of each stream: an index into the rows of the batch
     number: Int[Tensor, "M"]  # of each stream: of its token in that row
     is_fork: Bool[Tensor, "M"]
+    where: tuple[Int[Tensor, "M"], Int[Tensor, "M"]]  # row and slot of each stream in the cache
+    ring: Ring
 
     @property
     def originals(self) -> Int[Tensor, "n"]:
@@ -62,13 +76,14 @@ def run_waiting(
     chosen: Bool[Tensor, "M"],
     n_tokens: Mapping[int, int],
 ) -> Streams:
-    """All streams after the last block; forks that are not chosen are not computed.
+    """All streams after the last block; forks that are neither chosen nor seen by others are not computed.
 
     originals  after the last block
-    n_tokens   of the rows of the cache that are read: each has as many originals in its first slots
+    n_tokens   of the rows of the cache that are read: each has as many originals
     """
     config, (layer,), span = model.config, model.config.fork_layers, cache.spans[-1]
-    fork = (waiting.is_fork & chosen).nonzero()[:, 0]
+    size = waiting.ring.token.shape[1]
+    fork = (waiting.is_fork & (chosen | (size > 0))).nonzero()[:, 0]
     streams = waiting.streams._replace(x=waiting.streams.x.index_copy(1, waiting.originals, originals))
     if not len(fork):
         return streams
@@ -77,10 +92,13 @@ def run_waiting(
     x = x + fed_back(model.forks[str(layer)], cache, rows[row], number, x.dtype)
     layout = waiting.layout_of(fork)
     parts, first = [], 0
-    for (each, n), count in zip(n_tokens.items(), torch.bincount(row, minlength=len(rows)).tolist(), strict=True):
+    counts = torch.bincount(row, minlength=len(rows)).tolist()
+    for i, ((each, n), count) in enumerate(zip(n_tokens.items(), counts, strict=True)):
         if count:
-            parts.append(_part(config, cache, layout, each, n, number, slice(first, first + count)))
+            ring = Ring(*(of_rows[i] for of_rows in waiting.ring))
+            parts.append(_part(config, span, layout, ring, each, n, number, slice(first, first + count)))
         first += count
+    row_in_cache, slot = (each[fork] for each in waiting.where)
     residual = Residual(x[None])
     for i, block in enumerate(model.blocks[layer:]):
 
@@ -88,11 +106,14 @@ def run_waiting(
             key, value, v = span.key[i], span.value[i], gated(v, layout)
             heads = []
             for part in parts:
-                own, row, n = part.forks, slice(part.row, part.row + 1), part.n_tokens
+                own, row, n = part.forks, slice(part.row, part.row + 1), size + part.n_tokens
                 keys = torch.cat([key[row, :, :n].to(k.dtype), k[:, :, own]], dim=2)
                 values = torch.cat([value[row, :, :n].to(v.dtype), v[:, :, own]], dim=2)
                 seen = layout._replace(key_bias=part.bias, value_gate=None, visible=part.visible)
                 heads.append(PATHS["reference"](q[:, :, own], keys, values, seen))
+            if size:
+                key[row_in_cache, :, slot] = k[0].transpose(0, 1).to(key.dtype)
+                value[row_in_cache, :, slot] = v[0].transpose(0, 1).to(value.dtype)
             return torch.cat(heads, dim=2)
 
         residual = block(residual, layout, path)
@@ -100,22 +121,32 @@ def run_waiting(
 
 
 class Part(NamedTuple):
-    """The forks of one row, and what they see: originals of earlier tokens, and themselves."""
+    """The forks of one row, and what they see: forks that are held, originals of earlier tokens, and new forks."""
 
     row: int
     n_tokens: int
     forks: slice
-    visible: Bool[Tensor, "1 f n+f"]
-    bias: Float[Tensor, "1 n+f"] | None
+    visible: Bool[Tensor, "1 f R+n+f"]
+    bias: Float[Tensor, "1 R+n+f"] | None
 
 
 def _part(
-    config: ModelConfig, cache: Cache, layout: Layout, row: int, n_tokens: int, number: Int[Tensor, "F"], forks: slice
+    config: ModelConfig,
+    span: Span,
+    layout: Layout,
+    ring: Ring,
+    row: int,
+    n_tokens: int,
+    number: Int[Tensor, "F"],
+    forks: slice,
 ) -> Part:
-    of_token = number[forks, None]
+    assert config.fork_reach is not None
+    size, own, of_token = len(ring.token), number[forks], number[forks, None]
+    held = of_token - ring.token <= config.fork_reach
     earlier = of_token > torch.arange(n_tokens, device=number.device)
-    itself = torch.eye(len(of_token), dtype=torch.bool, device=number.device)  # a token has one fork
-    bias = attenuation(cache.spans[-1].log_score[row : row + 1, :n_tokens], config)[0]
+    new = (own <= of_token) & (of_token - own <= config.fork_reach)  # a token has one fork
+    log_score = torch.cat([ring.log_score, span.log_score[row, size : size + n_tokens]])
+    bias = attenuation(log_score[None], config)[0]
     if bias is not None and layout.key_bias is not None:
         bias = torch.cat([bias, layout.key_bias[:, forks]], dim=1)
-    return Part(row, n_tokens, forks, torch.cat([earlier, itself], dim=1)[None], bias)
+    return Part(row, n_tokens, forks, torch.cat([held, earlier, new], dim=1)[None], bias)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from thoughtbubbles.generate.cache import Cache, Span
 from thoughtbubbles.generate.chunk_blocks import Chunk, RunChunk, run_chunk, supports
 from thoughtbubbles.generate.fast_blocks import has_kernels
-from thoughtbubbles.generate.feedback import Waiting, fed_back, run_waiting
+from thoughtbubbles.generate.feedback import Ring, Waiting, fed_back, run_waiting
 from thoughtbubbles.generate.prediction import Prediction
 from thoughtbubbles.generate.reach import Group, groups_of, near_attention, slots_of
 from thoughtbubbles.model import head
@@ -166,8 +166,9 @@ def read(
         span.used[rows] = used + counts
         groups = where = None
         if span.level is not None and waits:
+            held_forks = Ring.of(span, rows, cache.capacity)
             where = _store(config, cache, span, batch, used, new)
-            waiting = Waiting(streams, layout, new.row, new.token, new.is_fork)
+            waiting = Waiting(streams, layout, new.row, new.token, new.is_fork, where, held_forks)
             own = waiting.originals
             streams, layout, where = waiting.streams_of(own), waiting.layout_of(own), (where[0][own], where[1][own])
             new = New(new.row[own], batch.offset, new.token[own], new.is_fork[own], new.log_score[own])

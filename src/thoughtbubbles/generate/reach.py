@@ -50,8 +50,21 @@ def slots_of(
     unread: int,
 ) -> Int[Tensor, "*n"]:
     """Where streams are stored. Forks of tokens before `from_token` are not: they go to the slot that is never read."""
-    in_ring = torch.where(token >= from_token, nth_fork % max(ring, 1), unread)  # without a ring no fork is so late
+    in_ring = slots_in_ring(token, nth_fork, is_fork, from_token=from_token, ring=ring, unread=unread)
     return torch.where(is_fork, in_ring, ring + token)
+
+
+def slots_in_ring(
+    token: Int[Tensor, "*n"],
+    nth_fork: Int[Tensor, "*n"],
+    is_fork: Bool[Tensor, "*n"],
+    *,
+    from_token: Int[Tensor, "*#n"],
+    ring: int,
+    unread: int,
+) -> Int[Tensor, "*n"]:
+    """Where forks are stored; without a ring none is late enough."""
+    return torch.where(is_fork & (token >= from_token), nth_fork % max(ring, 1), unread)
 
 
 def slots_of_prompts(
@@ -118,8 +131,9 @@ def groups_of(
         own = torch.arange(width, device=rows.device)
         near = new_token[..., None] - new_token[:, None] <= config.fork_reach
         sees_new = (own[:, None] >= own) & (near | ~new_fork[:, None]) | (own[:, None] == own)
-        if config.feedback:
-            sees_new &= new_fork[..., None] | ~new_fork[:, None]  # originals see no forks
+        if config.feedback:  # originals see no forks
+            sees_old &= new_fork[..., None] | (old >= 0)
+            sees_new &= new_fork[..., None] | ~new_fork[:, None]
         scores = torch.cat([cached_log_score[rows[chosen], :held], spread(log_score, 0)], dim=1)
         bias = attenuation(scores, config)[0]
         bias = scores.new_zeros(1, 1) if bias is None else bias

@@ -11,8 +11,8 @@ In the backward, the gradients of the far table are computed first, by `_far_key
 adds to each original's own share what the table has for its token. Nothing is added by two programs, so results are
 bitwise deterministic. The reference implementation is `Reach.visible` in model/layout.py with `reference_attention`.
 
-With `feedback`, forks go through the blocks after the originals. Then they are the only streams here, the far table is
-given, and its gradients are returned; the reference implementation is in model/feedback.py.
+With `feedback`, forks go through the blocks after the originals. Then they are the only streams here, at most one per
+token, the far table is given, and its gradients are returned; the reference implementation is in model/feedback.py.
 """
 
 import math
@@ -54,10 +54,11 @@ def _tokens(token, m, S):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _forks(token, n, S, T):  # type: ignore[no-untyped-def]
-    """The tokens of streams, and whether each is a fork: in use, and followed by a stream of the same token."""
+def _forks(token, n, S, T, ALL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tokens of streams, and whether each is a fork: in use, and (unless ALL are forks) followed by a stream of the
+    same token."""
     own = tl.load(token + n, mask=n < S, other=T).to(tl.int32)
-    after = tl.load(token + n + 1, mask=n + 1 < S, other=T).to(tl.int32)
+    after = own if ALL else tl.load(token + n + 1, mask=n + 1 < S, other=T).to(tl.int32)
     return own, (own < T) & (own == after)
 
 
@@ -91,6 +92,7 @@ def _near_end(token, up_to, last, S, T, reach):  # type: ignore[no-untyped-def]
 def _attend_forward(  # type: ignore[no-untyped-def]
     q, k, v, far_k, far_v, bias2, far_bias2, token, up_to, out, lse, scale2, S, T, N, reach,
     H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    FORKS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(S, BM)
     first = (blocks - 1 - tl.program_id(0) % blocks) * BM
@@ -112,7 +114,7 @@ def _attend_forward(  # type: ignore[no-untyped-def]
         val = tl.where((n < S)[:, None], v.load([bn * S + start, 0]), 0.0)
         if BIAS:
             s += tl.load(bias2 + n, mask=n < S, other=0.0)[None, :]
-        of_key, is_fork = _forks(token, n, S, T)
+        of_key, is_fork = _forks(token, n, S, T, FORKS)
         near = _sees(m[:, None], own[:, None], n[None, :], of_key[None, :], is_fork[None, :], T, reach)
         s = tl.where(near, s, -float("inf"))
         above = tl.maximum(largest, tl.max(s, 1))
@@ -142,6 +144,7 @@ def _query_gradient(  # type: ignore[no-untyped-def]
     q, k, v, far_k, far_v, bias2, far_bias2, token, up_to, out, dout, lse, delta, cos, sin, dqkv,
     scale, scale2, S, T, N, reach,
     H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    FORKS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(S, BM)
     first = (blocks - 1 - tl.program_id(0) % blocks) * BM
@@ -169,7 +172,7 @@ def _query_gradient(  # type: ignore[no-untyped-def]
         s = tl.dot(query, key.T) * scale2
         if BIAS:
             s += tl.load(bias2 + n, mask=n < S, other=0.0)[None, :]
-        of_key, is_fork = _forks(token, n, S, T)
+        of_key, is_fork = _forks(token, n, S, T, FORKS)
         near = _sees(m[:, None], own[:, None], n[None, :], of_key[None, :], is_fork[None, :], T, reach)
         p = tl.where(near, tl.exp2(s - logsum[:, None]), 0.0)
         ds = p * (tl.dot(do, val.T) - dot_out[:, None])
@@ -235,9 +238,10 @@ def _far_key_gradient(  # type: ignore[no-untyped-def]
 def _near_key_gradient(  # type: ignore[no-untyped-def]
     q, k, v, bias2, token, up_to, value, dout, lse, delta, far_dk, far_dv, far_db, cos, sin, dqkv, dbias, dvalue,
     scale, scale2, S, T, N, reach,
-    H: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr, BIAS: tl.constexpr, VALUE: tl.constexpr, OWN: tl.constexpr,
+    H: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr, BIAS: tl.constexpr, VALUE: tl.constexpr, FORKS: tl.constexpr,
 ):  # fmt: skip
-    """A block of streams as keys, and the queries near them; then, if OWN, the originals' part from the far table."""
+    """A block of streams as keys, and the queries near them; then the originals' part from the far table, unless the
+    streams are FORKS only."""
     blocks = tl.cdiv(S, BN)
     first = tl.program_id(0) % blocks * BN
     bn = tl.program_id(0) // blocks
@@ -250,7 +254,7 @@ def _near_key_gradient(  # type: ignore[no-untyped-def]
     b2 = tl.zeros((BN,), tl.float32)
     if BIAS:
         b2 = tl.load(bias2 + b * S + n, mask=n < S, other=0.0)
-    of_key, is_fork = _forks(token, n, S, T)
+    of_key, is_fork = _forks(token, n, S, T, FORKS)
     dk = tl.zeros((BN, H), tl.float32)
     dv = tl.zeros((BN, H), tl.float32)
     db = tl.zeros((BN,), tl.float32)
@@ -270,7 +274,7 @@ def _near_key_gradient(  # type: ignore[no-untyped-def]
         if BIAS:
             db += tl.sum(ds, 1)
         dk = tl.dot(ds.to(query.dtype), query, dk)
-    if OWN:
+    if not FORKS:
         is_original = (of_key < T) & (is_fork == 0)
         at = (bn * T + of_key).to(tl.int64)[:, None] * H + h[None, :]
         dk += tl.load(far_dk + at, mask=is_original[:, None], other=0.0)
@@ -321,13 +325,14 @@ def forward(
     out = qkv.new_empty(batch, streams, n_head * head)
     lse = qkv.new_empty(batch, n_head, streams, dtype=torch.float32)
     token, up_to, n_tokens = token.contiguous(), up_to.contiguous(), up_to.shape[1]
-    tile = tile_for(WITH_NEAR, head)
+    tile, is_given = tile_for(WITH_NEAR, head), far is not None
     far, far_bias = _far(rotated, up_to, key_bias, far, far_bias)
     _attend_forward[(triton.cdiv(streams, tile.queries) * batch * n_head,)](
         *described(rotated, (tile.queries, NEAR, NEAR)), *described(far, (tile.keys, tile.keys)),
         lse if key_bias is None else in_base_2(key_bias), far_bias, token, up_to, out, lse,
         LOG2E.value / math.sqrt(head), streams, n_tokens, n_head, reach,
-        H=head, NEAR=NEAR, BIAS=key_bias is not None, EVEN=n_tokens % tile.keys == 0, **tile.launch(),
+        H=head, NEAR=NEAR, BIAS=key_bias is not None, EVEN=n_tokens % tile.keys == 0, FORKS=is_given,
+        **tile.launch(),
     )  # fmt: skip
     return out, rotated, lse
 
@@ -372,7 +377,7 @@ def backward(
         *described(rotated, (tile.queries, NEAR, NEAR)), *described(far, (tile.keys, tile.keys)),
         bias, far_bias, token, up_to, out, dout, lse, delta, cos, sin, dqkv,
         scale, scale * LOG2E.value, streams, n_tokens, n_head, reach,
-        H=head, NEAR=NEAR, BIAS=has_bias, EVEN=n_tokens % tile.keys == 0, **tile.launch(),
+        H=head, NEAR=NEAR, BIAS=has_bias, EVEN=n_tokens % tile.keys == 0, FORKS=is_given, **tile.launch(),
     )  # fmt: skip
     tile = tile_for(KEY_GRADIENT, head)
     (q,) = described(rotated[:1], (tile.queries,))
@@ -387,7 +392,7 @@ def backward(
     _near_key_gradient[(triton.cdiv(streams, NEAR) * batch * n_head,)](
         *near_tables, bias, token, up_to, lse if value is None else value.contiguous(), near_do, lse, delta,
         *far_gradients, far_db, cos, sin, dqkv, *of_heads, scale, scale * LOG2E.value, streams, n_tokens, n_head, reach,
-        H=head, BN=NEAR, NEAR=NEAR, BIAS=has_bias, VALUE=value is not None, OWN=not is_given,
+        H=head, BN=NEAR, NEAR=NEAR, BIAS=has_bias, VALUE=value is not None, FORKS=is_given,
         num_warps=4, num_stages=1,
     )  # fmt: skip
     of_far_bias = far_db.sum(1) if has_far_bias else lse.new_empty(0)

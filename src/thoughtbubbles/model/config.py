@@ -72,10 +72,11 @@ class ModelConfig:
     the residual average of its forks, so that originals carry state and forks predict (the original if it has none)."""
     fork_reach: int | None = None
     """Forks are visible to their own token and to so many tokens after it; 0: to their own bubble alone. None: to all
-    later tokens. Originals are always visible to all, and what nobody can see is not cached."""
+    later tokens. Originals are always visible to all, and what nobody can see is not cached. With `feedback`, of later
+    tokens only forks see them."""
     feedback: bool = False
     """Forks also start from the last state of the previous token: originals go through all blocks first, without seeing
-    any fork. Needs `fork_reach=0` and a single fork layer."""
+    any fork. Needs a `fork_reach` and a single fork layer."""
     gate_qk: bool = True
     """Add the key's log score to the attention logits."""
     gate_v: bool = True
@@ -200,7 +201,9 @@ class ModelConfig:
     def _check_feedback(self) -> None:
         name, on = "feedback", self.feedback
         _require(len(self.fork_layers) == 1, name, on, f"give one fork layer, not {len(self.fork_layers)}")
-        _require(self.fork_reach == 0, name, on, "later tokens must not see forks: set fork_reach=0")
+        _require(
+            self.fork_reach is not None, name, on, "forks see forks of fork_reach tokens before: set it, 0 or more"
+        )
         _require(self.merge != "original", name, on, "merge='original' does not read forks: choose another merge")
 
     def _check_authors_compat(self) -> None:

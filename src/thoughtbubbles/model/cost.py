@@ -63,9 +63,12 @@ def visible_pairs(config: ModelConfig, n_streams: int, n_tokens: int) -> Fractio
     Forks are taken to be spread evenly over the tokens: of the pairs with a fork as key, those count whose tokens are
     within the reach, a share of the pairs of tokens.
     """
-    originals, forks = Fraction(n_streams * n_tokens, 2), Fraction(n_streams * (n_streams - n_tokens), 2)
+    n_forks = n_streams - n_tokens
+    originals, forks = Fraction(n_streams * n_tokens, 2), Fraction(n_streams * n_forks, 2)
     if config.fork_reach is None:
         return originals + forks
+    if config.feedback:  # only forks see forks
+        forks = Fraction(n_forks**2, 2)
     near = min(config.fork_reach, n_tokens - 1)
     pairs = (near + 1) * n_tokens - near * (near + 1) // 2  # of tokens s ≤ t with t − s ≤ near
     return originals + forks * Fraction(2 * pairs, n_tokens * (n_tokens + 1))

@@ -2,13 +2,14 @@
 
     originals   go through all blocks first, and see originals only, as if there were no forks
     forks       then start from x + e + W · LayerNorm(y) and go through the blocks from the fork layer on, where they
-                see the keys and values that originals of earlier tokens had in each block
+                see the keys and values that originals of earlier tokens had in each block, themselves, and forks of
+                at most `fork_reach` tokens before
 
 x is the parent's state at the fork layer, e the learned embedding, and y the last state of the previous token's
 original (token 0 has none).
 
-So a fork reads, at its first block, what took the previous token all blocks. Nobody else sees forks, so all tokens are
-computed in parallel, two passes deep, and nothing of the future is in y. When decoding, y is known from the step
+So a fork reads, at its first block, what took the previous token all blocks. Originals never see forks, so all tokens
+are computed in parallel, two passes deep, and nothing of the future is in y. When decoding, y is known from the step
 before: then original and fork of a token go through the blocks together.
 """
 
@@ -66,9 +67,11 @@ def originals_first(
     said = F.pad(said[:, 1:], (0, 0, 0, 1))  # a token has at most one fork, in the slot left of its original
     begun = Streams(streams.x + said.to(streams.x.dtype), streams.log_score, streams.token)
     forks = some_of(begun, fork, place_of_fork, n_tokens)
-    reach = reach_of_forks(forks.token, streams_up_to(streams.token, n_tokens), original.sum(1, keepdim=True))
+    up_to = forks_up_to(streams_up_to(streams.token, n_tokens), original.sum(1, keepdim=True))
+    assert model.config.fork_reach is not None
+    reach = Reach(forks.token, up_to, model.config.fork_reach)
     is_kernel = cast(Block, blocks[0]).attention.takes_kernel(streams.x, path_of_forks)
-    visible = None if is_kernel else earlier_and_itself(forks.token, n_tokens)
+    visible = None if is_kernel else visible_to_forks(reach)
     of_forks = Layout(*layout_of(layout, fork, place_of_fork)[:5], reach, visible)
     residual = Residual(forks.x)
     for block, of_originals in zip(blocks, kept, strict=True):
@@ -78,17 +81,19 @@ def originals_first(
     return Streams(torch.where(original[..., None], last, back), streams.log_score, streams.token)
 
 
-def reach_of_forks(token: Int[Tensor, "B F"], up_to: Int[Tensor, "B T"], length: Int[Tensor, "B 1"]) -> Reach:
-    """Of forks by themselves, given the streams up to each token: without the originals among them."""
-    originals_up_to = torch.arange(1, up_to.shape[1] + 1, device=token.device).minimum(length)
-    return Reach(token, up_to - originals_up_to, 0)
+def forks_up_to(streams_up_to: Int[Tensor, "B T"], length: Int[Tensor, "B 1"]) -> Int[Tensor, "B T"]:
+    """For each token, the forks of tokens up to it: its streams without the originals."""
+    n_tokens = streams_up_to.shape[1]
+    return streams_up_to - torch.arange(1, n_tokens + 1, device=length.device).minimum(length)
 
 
-def earlier_and_itself(token: Int[Tensor, "B F"], n_tokens: int) -> Bool[Tensor, "B F K"]:
-    """What forks see: originals of earlier tokens, then forks, of which each sees itself only."""
+def visible_to_forks(reach: Reach) -> Bool[Tensor, "B F K"]:
+    """What forks see: originals of earlier tokens, then forks, of which each sees itself and near ones before it."""
+    token, n_tokens = reach.token, reach.up_to.shape[1]
     earlier = token[..., None] > torch.arange(n_tokens, device=token.device)
-    itself = torch.eye(token.shape[1], dtype=torch.bool, device=token.device).expand(len(token), -1, -1)
-    return torch.cat([earlier, itself], dim=2)
+    slot = torch.arange(token.shape[1], device=token.device)
+    near = (token[..., None] - token[:, None] <= reach.tokens) & (token < n_tokens)[..., None]
+    return torch.cat([earlier, near & (slot[:, None] > slot) | (slot[:, None] == slot)], dim=2)
 
 
 def among_all_streams(
