@@ -329,7 +329,7 @@ def block(
 
 
 def with_feedback(weights: Weights, settings: Settings, layer: int, streams: list[Stream]) -> list[Stream]:
-    """Originals pass the blocks from `layer` on alone. Then forks do, which get the last state of the previous token. In
+    """Originals pass the blocks from `layer` on alone. Then forks do, which get the last state of the token before. In
     each block, one sees originals of earlier tokens as these entered it, forks of tokens within reach, and itself."""
     name = f"forks.{layer}"
     log_p = attenuation(streams, settings)  # relative scores are those within the whole bubble

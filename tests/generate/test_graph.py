@@ -71,6 +71,10 @@ def test_a_model_without_fork_layers_has_as_many_streams_as_copies():
         ((1, 3), {"fork_reach": 0, "gate_qk": False, "block": "modern"}),
         ((1,), {"fork_reach": 0, "feedback": True, "merge": "forks"}),
         ((0,), {"fork_reach": 0, "feedback": True, "relative_scores": True}),
+        ((1,), {"fork_reach": 2, "feedback": True, "merge": "forks"}),
+        ((0,), {"fork_reach": 20, "feedback": True, "head_gate": True}),
+        ((1, 2, 3), {"fork_reach": 1, "merge": "forks"}),
+        ((0, 2), {"fork_reach": 3, "gate_qk": False}),
     ],
 )
 def test_steps_of_fixed_width_are_the_same_steps(forks, form):
@@ -106,7 +110,7 @@ def is_same(found: dict[str, Any]) -> bool:
 
 
 @pytest.mark.slow  # compiles for a minute
-@pytest.mark.parametrize("case", ["parts", "private parts", "feedback parts"])
+@pytest.mark.parametrize("case", ["parts", "private parts", "feedback parts", "near parts"])
 def test_the_compiled_parts_are_the_same_and_compile_once(case):
     found = probe("generate/graph_probe.py", case)
     assert found["logits"] < SAME_FUNCTION_FLOAT32
@@ -120,7 +124,7 @@ def test_the_compiled_parts_are_the_same_and_compile_once(case):
 def test_kernels_give_what_the_blocks_give():
     """On the CPU, through Triton's interpreter, in a separate process, since that is chosen at import."""
     cases = probe("kernels/decode_probe.py", TRITON_INTERPRET="1")
-    assert len(cases) == 15
+    assert len(cases) == 18
     assert not [case for case, found in cases.items() if not is_same(found)], cases
 
 
@@ -134,7 +138,7 @@ def test_the_kernel_of_chunks_gives_what_rows_one_by_one_give():
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", ["few", "many", "private", "feedback"])
+@pytest.mark.parametrize("rows", ["few", "many", "private", "feedback", "near"])
 def test_an_engine_on_kernels_gives_what_one_without_them_gives(rows):
     """Also where the streams of a step have no room, and it is repeated with more."""
     found = probe("kernels/engine_probe.py", rows, TRITON_INTERPRET="1")

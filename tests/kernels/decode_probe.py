@@ -68,6 +68,9 @@ if __name__ == "__main__":
         "private, many": {"few": False, "fork_reach": 0, "steps": 2, "lengths": (20, 18, 2), "merge": "forks"},
         "feedback": {**FEEDBACK, "size": 5},
         "feedback, gates": {**FEEDBACK, "size": 5, "steps": 2, "head_gate": True},
+        "feedback, near forks": {**FEEDBACK, "fork_reach": 3, "size": 5, "steps": 4},
+        "feedback, near forks, many": {**FEEDBACK, "fork_reach": 18, "few": False, "lengths": (20, 18, 2), "steps": 2},
+        "near forks": {"fork_reach": 1, "size": 9, "lengths": (20, 18, 2)},
         "no gates": {"gate_qk": False, "gate_v": False, "gate_residual": False, "steps": 2},
     }
     json.dump({name: differences(**case) for name, case in cases.items()}, sys.stdout)

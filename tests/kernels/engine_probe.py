@@ -65,7 +65,7 @@ PACKING = graph.PackingFunctions(graph.find_packing, graph.pack_streams, graph.u
 
 if __name__ == "__main__":
     chunk.CHUNK, decode.SLOTS = chunk.Tile(16, 16, 1, 4), 16
-    decode.PROGRAMS = {"few": 12, "many": 1, "private": 12, "feedback": 12}[
+    decode.PROGRAMS = {"few": 12, "many": 1, "private": 12, "feedback": 12, "near": 12}[
         sys.argv[1]
     ]  # whether rows are split into parts
     decode.FEW_ROWS = 1024  # the library's product in float32 is for GPUs only
@@ -73,6 +73,8 @@ if __name__ == "__main__":
     forks = {"fork_layers": (0, 1), "fork_reach": 0 if sys.argv[1] == "private" else None}
     if sys.argv[1] == "feedback":
         forks = {"fork_layers": (1,), "fork_reach": 0, "feedback": True}
+    if sys.argv[1] == "near":
+        forks = {"fork_layers": (1,), "fork_reach": 3, "feedback": True}
     model = lively_model(small_config(**shape, **forks), dtype=torch.float32)
     (found, repeated), (expected, _) = (completions(model, on_kernels=one) for one in (True, False))
     json.dump(

@@ -35,7 +35,6 @@ from thoughtbubbles.generate.jobs import (
     n_ids,
 )
 from thoughtbubbles.generate.prediction import Prediction
-from thoughtbubbles.generate.reach import not_compiled
 from thoughtbubbles.generate.readers import Cached, Reader, Reading, Uncached
 from thoughtbubbles.generate.sample import BatchSampling, Draws, Picked, Transfer, pick
 from thoughtbubbles.generate.scheduler import QueueFull as QueueFull
@@ -111,7 +110,7 @@ class Engine:
         copy = None
         self._n_ids = n_ids(config, tokenizer)
         is_cached = find_method(config, method, budget_mode) == "cached"
-        check_compiled(compiled, config, is_cached=is_cached, device=self.device)
+        check_compiled(compiled, is_cached=is_cached, device=self.device)
         if is_cached:
             options: dict[str, Any] = {"rows": rows, "capacity": self.capacity, "budget": self.max_budget}
             if compiled:
@@ -345,15 +344,13 @@ def _rows(prediction: Prediction, rows: Sequence[int]) -> Prediction:
     return prediction.at(torch.tensor(rows, dtype=torch.int64, device=prediction.streams.device))
 
 
-def check_compiled(compiled: bool, config: ModelConfig, *, is_cached: bool, device: torch.device) -> None:
+def check_compiled(compiled: bool, *, is_cached: bool, device: torch.device) -> None:
     if not isinstance(compiled, bool):
         raise ValueError(f"compiled = {brief(compiled)}: give True or False")
     if compiled and not is_cached:
         raise ValueError("compiling needs the cache: without it every prefix would be a new shape to compile for")
     if compiled and device.type != "cuda":
         raise ValueError("compiling needs a CUDA GPU: do not compile on other devices")
-    if compiled and (wrong := not_compiled(config)):
-        raise ValueError(wrong)
 
 
 def _needed(config: ModelConfig, budget: Budget) -> Fraction:

@@ -24,7 +24,6 @@ from torch import Tensor
 from thoughtbubbles.generate.cache import Cache, Span
 from thoughtbubbles.generate.fast_blocks import fast_blocks, has_kernels
 from thoughtbubbles.generate.prediction import Likeliest, Prediction
-from thoughtbubbles.generate.reach import not_compiled
 from thoughtbubbles.generate.step import Parts, View, advance, enter, next_logits, run_blocks
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
@@ -84,15 +83,14 @@ def run_packed(blocks: Sequence[Any], x: Tensor, span: Span, view: View, *, size
         x, layout = functions.pack(x, layout, packing)
         first = packing.first
     given = *layout.rotary, layout.value_gate
-    if decode.are_few(batch, heads) or view.is_private:
+    if decode.are_few(batch, heads) or view.near is not None:
         arrived = torch.zeros(batch * heads, dtype=torch.int32, device=x.device)
         rows = decode.Rows(first, view.added, view.used, width, packing is None, arrived)
+        near = None if view.near is None else decode.Near(*view.near, span.token)
 
         def attention(qkv: Tensor, key: Tensor, value: Tensor, head_gate: Tensor | None) -> Tensor:
-            bias, private = (view.key_bias, layout.key_bias), view.is_private
-            return decode.attend(
-                qkv, *given, key, value, *bias, head_gate, rows, is_private=private, sees_forks=view.sees_forks
-            )
+            bias = view.key_bias, layout.key_bias
+            return decode.attend(qkv, *given, key, value, *bias, head_gate, rows, near=near, sees_forks=view.sees_forks)
 
     else:
         where, table = functions.place(view, first, packing)
@@ -173,8 +171,6 @@ class GraphStep:
         budget  the largest one that a row can have
         n_ids   how many of the ids can be the likeliest one; by default all
         """
-        if wrong := not_compiled(model.config):
-            raise ValueError(wrong)
         self.model, self.cache = model, cache
         self.n_ids = model.config.vocab_size if n_ids is None else n_ids
         self.widths = widths_within(model.config, most_streams(budget, cache.capacity))

@@ -2,12 +2,13 @@
 
 After a fork layer, a row of the cache has a ring for forks of the last tokens, then one slot per original:
 
-    ring of 3    originals             reach 2: when e is read, the forks of c and d can still be seen,
-    d' c″ c' │ a b c d · · ·           so they are held; d' was written over a', which nobody sees any more
+    ring of 3    originals             reach 2, bubbles of two: when e is read, the forks of c and d can still be
+    a' c' d' │ a b c d · · ·           seen, so they are held; e' will replace a', which nobody sees any more
 
-The f-th fork of a row is in slot f mod R of the ring, which has room for the forks of as many tokens as the reach has.
-With a reach of 0 there is no ring, and the cache is as large as that of a model without forks. The new streams of a
-step attend to each other directly: what nobody will see afterwards is never stored.
+The f-th fork of a row is in slot f mod R of the ring, which has room for the forks of one token more than the reach
+has: a step never writes over what it reads itself. With a reach of 0 there is no ring, and the cache is as large as
+that of a model without forks. The new streams of a step attend to each other directly: what nobody will see afterwards
+is never stored.
 """
 
 import math
@@ -27,17 +28,10 @@ from thoughtbubbles.model.streams import at_least_float32, is_original, slots
 NEVER = -(2**30)  # the token of a slot of the ring that holds nothing
 
 
-def not_compiled(config: ModelConfig) -> str | None:
-    """Why compiled steps (step.py) do not support this model; None if they do."""
-    if config.fork_reach:
-        return f"fork_reach = {config.fork_reach}: compiled steps support None and 0 only: do not compile"
-    return None
-
-
 def ring_size(config: ModelConfig, n_forks: int, *, max_bubble: int) -> int:
-    """Forks that a row must hold: those of as many tokens as the reach has, and never more than it can have."""
-    assert config.fork_reach is not None
-    return min(n_forks, config.fork_reach * (max_bubble - 1))
+    """Forks that a row has room for, and never more than it can have."""
+    reach = config.fork_reach
+    return min(n_forks, (reach + 1) * (max_bubble - 1)) if reach else 0
 
 
 def slots_of(

@@ -113,7 +113,7 @@ def _check_options(
 ) -> bool:
     """Whether there is a KV cache."""
     is_cached = find_method(model.config, method, budget_mode) == "cached"
-    check_compiled(compiled, model.config, is_cached=is_cached, device=model.embedding.weight.device)
+    check_compiled(compiled, is_cached=is_cached, device=model.embedding.weight.device)
     return is_cached
 
 

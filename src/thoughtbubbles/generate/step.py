@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from thoughtbubbles.generate.cache import Cache, Span
 from thoughtbubbles.generate.prediction import Prediction
-from thoughtbubbles.generate.reach import not_compiled
 from thoughtbubbles.model import head
 from thoughtbubbles.model.attention import AttentionPath, gated
 from thoughtbubbles.model.block import Residual
@@ -35,6 +34,14 @@ from thoughtbubbles.model.streams import (
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 
+class NearForks(NamedTuple):
+    """Forks that fall out of the cache (reach.py): of the new streams, the original is in slot `ring + used`."""
+
+    ring: int
+    before: Int[Tensor, "B"]  # forks that the row has had
+    reach: int
+
+
 class View(NamedTuple):
     """What the blocks of a span need in a step: the new streams, and the cached ones that they attend to."""
 
@@ -44,7 +51,7 @@ class View(NamedTuple):
     added: Int[Tensor, "B"]  # new streams that are kept
     unread: int  # the slot that is never read
     key_bias: Float[Tensor, "B S"] | None
-    is_private: bool  # of the new streams only the original is cached, in slot `used`
+    near: NearForks | None = None  # if forks fall out of the cache
     sees_forks: bool = True  # the original; not with `feedback`
 
 
@@ -85,13 +92,20 @@ def enter(
     added = n_streams * active
     log_p = attenuating(streams.log_score, streams.token, config, n_tokens=1)
     own = torch.arange(streams.token.shape[1], device=active.device)
-    unread, is_private = span.token.shape[1] - 1, span.kept is not None
+    unread, near = span.token.shape[1] - 1, None
     if span.kept is not None:
         used, one, original = n_tokens, active.long(), n_streams[:, None] - 1
-        _append(span.log_score, used, one, log_p.gather(1, original))
-        _append(span.token, used, one, n_tokens[:, None])
+        near = NearForks(span.ring(cache.capacity), span.used - n_tokens, span.reach)
+        _append(span.log_score, near.ring + used, one, log_p.gather(1, original))
+        _append(span.token, near.ring + used, one, n_tokens[:, None])
         _append(span.kept, used, one, (span.used + added)[:, None])
-        place = torch.where((own == original) & active[:, None], used[:, None], unread)
+        place = torch.where((own == original) & active[:, None], near.ring + used[:, None], unread)
+        if near.ring:
+            is_fork = (own < original) & active[:, None]
+            place = torch.where(is_fork, (near.before[:, None] + own) % near.ring, place)
+            slot = torch.where(is_fork, place, unread)
+            span.log_score.scatter_(1, slot, log_p.to(span.log_score.dtype))
+            span.token.scatter_(1, slot, n_tokens[:, None].expand_as(slot).to(span.token.dtype))
     else:
         used = span.used
         _append(span.log_score, used, added, log_p)
@@ -100,7 +114,7 @@ def enter(
     position = positions(streams.token, find_bubbles(streams.token, 1), streams.log_score.dtype) + n_tokens[:, None]
     key_bias = None if fork is None else attenuation(span.log_score, config)[0]
     layout = layout_at(position, None if fork is None else log_p, config)
-    view = View(layout, place, used, added, unread, key_bias, is_private, not config.feedback)
+    view = View(layout, place, used, added, unread, key_bias, near, not config.feedback)
     return streams, view, span.used + added
 
 
@@ -132,10 +146,16 @@ def run_blocks(
     before, causal = view.used[:, None, None, None], own <= own[:, None]
     bias = torch.zeros_like(span.log_score) if view.key_bias is None else view.key_bias
     if not view.sees_forks:
-        last = view.added[:, None, None, None] - 1
+        last = view.added[:, None, None, None] - 1  # the original
         causal = causal & ((own[:, None] != last) | (own == own[:, None]))
-    if view.is_private:  # slots before, then the new streams
-        mask = torch.where(slot < before, bias[:, None, None], -math.inf).expand(-1, -1, len(own), -1)
+    if view.near is not None:  # slots before, then the new streams
+        visible = (slot >= view.near.ring) & (slot < view.near.ring + before)
+        held = view.used[:, None] - span.token  # how many tokens ago; new forks are in the ring already
+        is_near = (slot < view.near.ring) & (held > 0) & (held <= view.near.reach)
+        visible = visible | is_near[:, None, None]
+        if not view.sees_forks:
+            visible = visible & ((own[:, None] != last) | (slot >= view.near.ring))
+        mask = torch.where(visible, bias[:, None, None], -math.inf).expand(-1, -1, len(own), -1)
         new = bias.new_zeros(len(x), len(own)) if view.layout.key_bias is None else view.layout.key_bias
         mask = torch.cat([mask, torch.where(causal, new[:, None, None], -math.inf)], dim=-1)
     else:
@@ -151,7 +171,7 @@ def cached_attention(
 ) -> AttentionPath:
     """Caches the new streams' keys and values, then attends over all slots; `mask` is added to the logits.
 
-    Private forks are in no slot: then also over the new streams themselves.
+    If forks fall out of the cache, also over the new streams themselves.
     """
 
     def path(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
@@ -159,8 +179,8 @@ def cached_attention(
         key.scatter_(2, index, k)
         value.scatter_(2, index, v)
         with torch.autocast(q.device.type, enabled=False):
-            keys = torch.cat([key, k], dim=2) if view.is_private else key
-            values = torch.cat([value, v], dim=2) if view.is_private else value
+            keys = key if view.near is None else torch.cat([key, k], dim=2)
+            values = value if view.near is None else torch.cat([value, v], dim=2)
             keys, values = at_least_float32(keys), at_least_float32(values)
             return F.scaled_dot_product_attention(at_least_float32(q), keys, values, attn_mask=mask).to(q.dtype)
 
@@ -193,7 +213,6 @@ def advance(
     parts: Parts = PLAIN,
 ) -> tuple[Prediction, Cache]:
     """One more token of each active row. `widths`: of the bubbles in each span, at most."""
-    assert not_compiled(model.config) is None
     streams, spans = embed_next(model, ids), []
     for index, (start, span) in enumerate(zip(sorted({0, *model.config.fork_layers}), cache.spans, strict=True)):
         fork = None if span.level is None else model.forks[str(start)]

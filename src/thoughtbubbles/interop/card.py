@@ -68,7 +68,7 @@ Block selection ranks the full row, including later tokens, so no cache is exact
 for each token, unless given `use_cache=True`, which uses the causal rule instead."""
 REACH = "Forks are visible to their own token and to {reach} tokens after it; the KV cache holds no others."
 MODERN = "Its blocks have RMSNorm, SwiGLU, and normalised queries and keys."
-FEEDBACK = "Forks start from the last state of the previous token too."
+FEEDBACK = "Forks start from the last state of the previous token too, and originals see none of them."
 CONVERTED = "The numbers below are those of the {before} weights, before they were converted to {dtype}.\n"
 RESULTS = "Results of `thoughtbubbles eval`.\n"
 PERPLEXITY = ("text, scored", "nats per token", "perplexity", "bits per byte", "tokens")

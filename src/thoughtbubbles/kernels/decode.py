@@ -128,17 +128,31 @@ def _add_norm(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _sees(w, n, slot, token, now, reach, RING: tl.constexpr, ALONE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether each new stream of a row sees each slot: of the ring, forks of at most `reach` tokens before token `now`.
+    Those of `now` itself may be there already, in slots that nobody sees."""
+    in_ring = slot < RING
+    ago = now - tl.load(token + slot, mask=in_ring, other=0).to(tl.int32)
+    near = in_ring & (ago > 0) & (ago <= reach)
+    sees = (slot >= RING)[None, :] | (near[None, :] & (w[:, None] == w[:, None]))
+    if ALONE:
+        sees = (slot >= RING)[None, :] | (near[None, :] & (w[:, None] != n - 1))
+    return sees
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    qkv, cos, sin, value_score, key, value, key_bias, own_bias, head_gate, first, count, used, out, stats, arrived,
-    heads, scale, M, S,
+    qkv, cos, sin, value_score, key, value, key_bias, own_bias, head_gate, first, count, used, forks, token, out,
+    stats, arrived, heads, scale, reach, M, S,
     N: tl.constexpr, ROOM: tl.constexpr, BIAS: tl.constexpr, VALUE: tl.constexpr, HEAD: tl.constexpr,
-    PRIVATE: tl.constexpr, ALONE: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, ONCE: tl.constexpr,
-    BW: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    NEAR: tl.constexpr, RING: tl.constexpr, ALONE: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr,
+    ONCE: tl.constexpr, BW: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Of few rows: one head of one row over one part of the cached slots; the last part has the new streams too.
 
-    The part that ends last joins all of them. PRIVATE: of the new streams only the last, the original, is stored.
-    ALONE: it does not see the others.
+    The part that ends last joins all of them. NEAR: forks fall out of the cache, which has the last ones in a RING
+    before the originals; without one, of the new streams only the last, the original, is stored. ALONE: it sees no
+    forks.
     """
     bn, part = tl.program_id(0), tl.program_id(1)
     b, head = bn // N, bn % N
@@ -146,7 +160,7 @@ def _attend(  # type: ignore[no-untyped-def]
     w, h, s = tl.arange(0, BW), tl.arange(0, H), tl.arange(0, BS)
     n, begin_of_row = tl.load(count + b).to(tl.int32), tl.load(first + b).to(tl.int32)
     kept = tl.load(used + b).to(tl.int32)
-    seen = tl.where(n > 0, kept, 0)
+    seen = tl.where(n > 0, RING + kept, 0)
     per_part = tl.cdiv(tl.cdiv(seen, BS), PARTS) * BS
     begin = part * per_part
     end = tl.minimum(begin + per_part, seen)
@@ -173,6 +187,8 @@ def _attend(  # type: ignore[no-untyped-def]
     if ONCE:
         bias = tl.load(key_bias + b * S + slot, mask=here, other=0.0) if BIAS else 0.0 * slot
         logits = tl.where(here[None, :], tl.dot(q, tl.trans(keys)) * scale + bias[None, :], NOTHING)
+        if RING:
+            logits = tl.where(_sees(w, n, slot, token + b * S, kept, reach, RING, ALONE), logits, NOTHING)
         most, total, summed = add_to_softmax(logits, values, most, total, summed)
     else:
         for start in tl.range(begin, end, BS, num_stages=STAGES):
@@ -182,6 +198,8 @@ def _attend(  # type: ignore[no-untyped-def]
             keys = tl.load(key + at, mask=here[:, None], other=0.0)
             bias = tl.load(key_bias + b * S + slot, mask=here, other=0.0) if BIAS else 0.0 * slot
             logits = tl.where(here[None, :], tl.dot(q, tl.trans(keys)) * scale + bias[None, :], NOTHING)
+            if RING:
+                logits = tl.where(_sees(w, n, slot, token + b * S, kept, reach, RING, ALONE), logits, NOTHING)
             values = tl.load(value + at, mask=here[:, None], other=0.0)
             most, total, summed = add_to_softmax(logits, values, most, total, summed)
     if part == PARTS - 1:
@@ -190,8 +208,14 @@ def _attend(  # type: ignore[no-untyped-def]
         if VALUE:
             by = tl.load(value_score + stream, mask=real, other=0.0)[:, None]
             new_v = (new_v.to(tl.float32) * by).to(dtype)
-        stored = real & (w == n - 1) if PRIVATE else real
-        into = (kept + (0 * w if PRIVATE else w))[:, None] * H + h[None, :]
+        stored, place = real, kept + w
+        if NEAR:
+            is_original, place = w == n - 1, RING + kept + 0 * w
+            if RING:  # over a fork that nobody sees any more
+                place = tl.where(is_original, place, (tl.load(forks + b).to(tl.int32) + w) % RING)
+            else:
+                stored = real & is_original
+        into = place[:, None] * H + h[None, :]
         tl.store(key + into, new_k, mask=stored[:, None])
         tl.store(value + into, new_v, mask=stored[:, None])
         new_bias = tl.load(own_bias + stream, mask=real, other=0.0) if BIAS else 0.0 * w
@@ -333,6 +357,15 @@ class Rows(NamedTuple):
     arrived: Int[Tensor, "B*N"]  # zeros, and zeros again after each call
 
 
+class Near(NamedTuple):
+    """Forks that fall out of the cache: the last ones of each row are in a ring before its originals."""
+
+    ring: int  # slots, perhaps none
+    before: Int[Tensor, "B"]  # forks that the row has had
+    reach: int
+    token: Int[Tensor, "B S"]  # of what each slot holds
+
+
 def are_few(rows: int, heads: int) -> bool:
     """Whether a program for each head of each row would leave a part of the GPU idle, so that `attend` is faster."""
     return 2 * rows * heads <= PROGRAMS
@@ -350,15 +383,15 @@ def attend(
     head_gate: Float[Tensor, "M N"] | None,
     rows: Rows,
     *,
-    is_private: bool = False,
+    near: Near | None = None,
     sees_forks: bool = True,
 ) -> Float[Tensor, "M D"]:
     """Causal attention of the new streams over all cached streams of their row and over each other.
 
     With gaps, the streams in them get something finite; without, streams past the last row's are not written.
     head_gate   logits of the gates of heads
-    is_private  only the last new stream of each row, its original, is cached
-    sees_forks  whether that one sees the others
+    near        if forks fall out of the cache
+    sees_forks  whether the last new stream of each row, its original, sees forks
     """
     (batch, heads, slots, size), m = key.shape, qkv.shape[0]
     parts = max(1, min(triton.cdiv(slots, SLOTS), PROGRAMS // (batch * heads)))
@@ -369,9 +402,11 @@ def attend(
         qkv, cos, sin, cos if value_score is None else value_score, key, value,
         cos if key_bias is None else key_bias, cos if own_bias is None else own_bias,
         cos if head_gate is None else head_gate, rows.first, rows.n, rows.used,
-        out, stats, rows.arrived, joined, 1 / math.sqrt(size), m, slots,
+        *((rows.n, rows.n) if near is None else (near.before, near.token)),
+        out, stats, rows.arrived, joined, 1 / math.sqrt(size), 0 if near is None else near.reach, m, slots,
         N=heads, ROOM=rows.most if rows.has_gaps else 0, BIAS=key_bias is not None, VALUE=value_score is not None,
-        HEAD=head_gate is not None, PRIVATE=is_private, ALONE=not sees_forks, H=size, PARTS=parts,
+        HEAD=head_gate is not None, NEAR=near is not None, RING=0 if near is None else near.ring,
+        ALONE=not sees_forks, H=size, PARTS=parts,
         ONCE=parts * SLOTS >= slots, BW=max(16, triton.next_power_of_2(rows.most)), BS=SLOTS, STAGES=STAGES,
         num_warps=WARPS, **ahead(key.device),
     )  # fmt: skip

@@ -24,6 +24,7 @@ ABOUT = 1.25  # costs within this factor of each other are about equal
 NOT_SLOWER = 1.05
 QUARTERS = (0.25, 0.5, 0.75, 1.0)  # of the training
 BATCHES = ("1", "32")  # sizes at which decoding is measured
+GATED, LONGER_GATED, NEAR, APART = "head-gate", "longer-gate", "feedback-3-reach64-gate", "feedback-3-gate"
 GATE = "a sigmoid per head (Qiu et al., arXiv 2505.06708)"
 
 
@@ -147,6 +148,25 @@ def which_part(evidence: Evidence) -> str:
     return "\n".join(lines)
 
 
+def better_forks(evidence: Evidence) -> str:
+    """Forks that come after originals, against plain models with the same gate."""
+    results, screen = evidence.results["long"], evidence.results["screen"]
+    best = difference(results, NEAR, GATED)
+    pairs = {
+        "Against the gate alone": (NEAR, GATED),
+        "The same forks, each on its own": (APART, GATED),
+        "Against `r2`, the paper's forks with causal selection": (NEAR, "r2"),
+        "At equal GPU time": (NEAR, LONGER_GATED),
+    }
+    lines = [f"- {what}, in `long`: {compared(results, *pair)}" for what, pair in pairs.items()]
+    lines += [f"- In `screen`, a third of that: {compared(screen, row, GATED)}" for row in (NEAR, APART)]
+    about = (
+        f"`{NEAR}` has a gate per head. Its forks begin after all originals, from the last state of the previous token "
+        "too; originals see none of them, and forks those of the 64 tokens before."
+    )
+    return "\n\n".join([lead(best) + about, "\n".join(lines)])
+
+
 def causal_or_block(evidence: Evidence) -> str:
     both = {name: evidence.results[name] for name in ("long", "short")}
     parts = [f"In `{name}`, scored blockwise: {compared(results, 'r2', 'block')}" for name, results in both.items()]
@@ -228,6 +248,7 @@ QUESTIONS: dict[str, Callable[[Evidence], str]] = {
     "Does it help at equal GPU time?": lambda evidence: equal_cost(evidence, gpu_seconds, "GPU time of training"),
     "Does it help at equal decoding latency?": equal_latency,
     "Is it the forks, the choosing or the attenuation?": which_part,
+    "Do forks pay if they come after originals?": better_forks,
     "Is causal selection as good as the paper's, and does the paper's blockwise number leak?": causal_or_block,
     "Does the gain grow or shrink with training?": growth,
 }

@@ -73,7 +73,8 @@ def rounded(value: float) -> float:
 
 def growth_figure(results: Results) -> Figure:
     """The difference to plain during training, a line per row; not for plain GPTs of another size or length."""
-    series, parts, left_out = {}, [], (PLAIN, *without_forks(results))
+    of_other_length = (row for row, known in results.protocol.rows.items() if known.length != 1)
+    series, parts, left_out = {}, [], {PLAIN, *without_forks(results), *of_other_length}
     for row in results.rows:
         if row in left_out or not (points := curve_differences(results, row, PLAIN)):
             continue

@@ -126,6 +126,10 @@ def gated_forks() -> dict[str, Row]:
         "r2-gate": ("r = 2", forks(2)),
         "state-3-gate": (EVERY.format(layer=3), forks(2, layers=(3,), **STATE)),
         "feedback-3-gate": (FEEDBACK.format(layer=3), forks(2, layers=(3,), **STATE, feedback=True)),
+        "feedback-3-reach64-gate": (
+            "`feedback-3`, forks see forks of the 64 tokens before",
+            forks(2, layers=(3,), **{**STATE, "fork_reach": 64}, feedback=True),
+        ),
     }
     return {
         name: Row(what=f"{what}; a sigmoid gate per head", model={**model, "head_gate": True}, optim=TUNED["r2"])
@@ -168,7 +172,16 @@ def long() -> Protocol:
         ),
         **gated_forks(),
         **{f"r{budget}-late": late_forks(budget) for budget in (2, 4)},
+        # As many tokens as have the GPU time of `feedback-3-gate` (long/steps.json).
+        "longer-gate": Row(
+            what="plain GPT, a sigmoid gate per head, 2.05 × the tokens",
+            model={"head_gate": True},
+            optim=plain,
+            length=2.05,
+        ),
     }
+    candidate = "feedback-3-reach64-gate"
+    rows[candidate] = replace(rows[candidate], seeds=THREE, zero_shot=True)
     return Protocol(
         what="12 layers of width 256, four epochs of the text", model=LONG, optim=LONG_OPTIM, rows=rows, epochs=4.0
     )
@@ -246,6 +259,16 @@ def screen() -> Protocol:
             optim=forked,
         ),
         **gated_forks(),
+        "feedback-3-reach512-gate": Row(
+            what="`feedback-3-gate`, forks see forks of all tokens before",
+            model=forks(2, layers=(3,), **{**STATE, "fork_reach": 512}, feedback=True, head_gate=True),
+            optim=forked,
+        ),
+        "feedback-0-reach64-gate": Row(
+            what="`feedback-0`, forks see forks of the 64 tokens before; a sigmoid gate per head",
+            model=forks(2, layers=(0,), **{**STATE, "fork_reach": 64}, feedback=True, head_gate=True),
+            optim=forked,
+        ),
         "r2-private-gate": Row(
             what="r = 2, private forks, a sigmoid gate per head",
             model=forks(2, fork_reach=0, head_gate=True),
@@ -278,6 +301,11 @@ def screen() -> Protocol:
         "modern-r2": Row(what="`r2` with the blocks of `modern`", model=forks(2, **modern), optim=forked),
         "modern-state-3": Row(
             what="`state-3` with the blocks of `modern`", model=forks(2, layers=(3,), **STATE, **modern), optim=forked
+        ),
+        "modern-feedback-3-reach64-gate": Row(
+            what="`feedback-3-reach64-gate` with the blocks of `modern`",
+            model=forks(2, layers=(3,), **{**STATE, "fork_reach": 64}, feedback=True, head_gate=True, **modern),
+            optim=forked,
         ),
         "modern-muon": Row(what="`modern`, trained with Muon", model=modern, optim={**plain, **muon}),
         "modern-muon-gate": Row(

@@ -24,7 +24,6 @@ from thoughtbubbles.evals.likelihood import BATCH_TOKENS, Query, batches, encode
 from thoughtbubbles.evals.metrics import Answer, summary
 from thoughtbubbles.evals.tasks.task import Choices, Question
 from thoughtbubbles.generate.padding import padded
-from thoughtbubbles.generate.reach import not_compiled
 from thoughtbubbles.generate.requests import exact_method
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
@@ -107,7 +106,7 @@ def measure_answers(
     answers: dict[int, Answer] = {}
     method = exact_method(model.config)
     on_gpu = model.embedding.weight.device.type == "cuda"
-    is_compiled = method == "cached" and on_gpu and not_compiled(model.config) is None
+    is_compiled = method == "cached" and on_gpu
     conditions = Conditions(answers_at_once=answers_at_once, method=method, compiled=is_compiled)
     evaluate(model, tokenizer, benchmark.task, benchmark.documents, conditions, keep=answers.__setitem__)
     rows, kinds, texts = [], [], []
