@@ -108,7 +108,7 @@ def state(cache: Cache, row: int, *, reach: int | None = None) -> list[SpanState
         used = int(span.used[row])
         read = torch.arange(used)
         if span.kept is not None:
-            ring = span.ring(cache.capacity)
+            ring = span.ring
             near = (span.token[row, :ring] >= n_tokens - reach).nonzero()[:, 0]
             read = torch.cat([near, ring + torch.arange(n_tokens)])
         spans.append(

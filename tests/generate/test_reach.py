@@ -103,6 +103,33 @@ def test_a_cropped_cache_has_the_forks_that_are_still_seen(reach, tokens, budget
     torch.testing.assert_close(going_on(model, cache.crop(5), more), whole[:, 5:], atol=SAME_ROW, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "form", [{}, FEEDBACK, {"fork_layers": (1,)}], ids=["many forks", "feedback", "one fork layer"]
+)
+@pytest.mark.parametrize("budget", [1.3, 8])
+@pytest.mark.parametrize("n_prompt", [2, 15])
+def test_crops_continue_exactly_or_are_refused(n_prompt, budget, form):
+    """After a prompt, after single tokens, after another crop: never without forks that the next tokens would see."""
+    model = private(3, **form)
+    ids, more, found = random_ids(model.config, 2, 15), random_ids(model.config, 2, 5, seed=31), []
+    _, cache = prefill(model, ids[:, :n_prompt], budget=budget)
+    for new in ids[:, n_prompt:].unbind(1):
+        _, cache = decode_step(model, cache, new)
+    for keep in (14, 13, 9, 2):
+        try:
+            cropped = cache.clone().crop(keep)
+            found.append(True)
+        except ValueError:
+            found.append(False)
+            continue
+        whole = model(torch.cat([ids[:, :keep], more], dim=1), budget=budget, want=("log_probs",)).log_probs
+        torch.testing.assert_close(going_on(model, cropped.clone(), more), whole[:, keep:], atol=SAME_ROW, rtol=0)
+        cache = cropped
+    assert found[0]
+    if budget == 8:
+        assert not all(found)
+
+
 def test_forks_that_fell_out_do_not_come_back():
     model = private(2)
     _, cache = prefill(model, random_ids(model.config, 2, 28), budget=4)

@@ -20,7 +20,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "nano-paper": {"n_layer": 2, "fork_layers": (1,), "merge": "residual"},
     "nano-copy-3": {"n_layer": 2},
     "nano-plain": {"n_layer": 2, "head_gate": True},
-    "nano-private": {"n_layer": 2, "fork_layers": (0,), "fork_reach": 0, "merge": "forks", "feedback": True},
+    "nano-private": {"n_layer": 2, "fork_layers": (0,), "fork_reach": 3, "merge": "forks", "feedback": True},
 }
 
 

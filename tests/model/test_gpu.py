@@ -24,11 +24,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 FEEDBACK = {"fork_layers": (1,), "fork_reach": 0, "feedback": True, "merge": "forks"}
+NEAR_FEEDBACK = {**FEEDBACK, "fork_reach": 7}
 
 
 @pytest.mark.parametrize("selection", ["block", "causal"])
 @pytest.mark.parametrize(
-    "form", [*({"merge": each} for each in ("mixture", "residual", "original")), FEEDBACK], ids=str
+    "form", [*({"merge": each} for each in ("mixture", "residual", "original")), FEEDBACK, NEAR_FEEDBACK], ids=str
 )
 def test_gpu_equals_cpu_in_float64(form, selection):
     config = small_config(**form, selection=selection, block_size=64)
@@ -229,7 +230,7 @@ def step(model: Thoughtbubbles, ids: torch.Tensor, products: MixedPrecision) -> 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("with_copies", [True, False])
 @pytest.mark.parametrize(
-    "form", [*({"merge": each} for each in ("mixture", "residual", "original")), FEEDBACK], ids=str
+    "form", [*({"merge": each} for each in ("mixture", "residual", "original")), FEEDBACK, NEAR_FEEDBACK], ids=str
 )
 def test_a_training_step_never_waits_for_the_device(form, with_copies):
     model, ids = training_model(**form)
@@ -244,7 +245,7 @@ def test_a_training_step_never_waits_for_the_device(form, with_copies):
 
 
 @pytest.mark.parametrize("with_copies", [True, False])
-@pytest.mark.parametrize("form", [{"merge": "mixture"}, {"merge": "residual"}, FEEDBACK], ids=str)
+@pytest.mark.parametrize("form", [{"merge": "mixture"}, {"merge": "residual"}, FEEDBACK, NEAR_FEEDBACK], ids=str)
 def test_the_same_bits_twice(form, with_copies, monkeypatch):
     """With torch's own switch for it: our sums have no atomics whose order matters."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -259,7 +260,7 @@ def test_the_same_bits_twice(form, with_copies, monkeypatch):
 
 
 @pytest.mark.parametrize("with_copies", [True, False])
-@pytest.mark.parametrize("form", [{"merge": "mixture"}, {"merge": "residual"}, FEEDBACK], ids=str)
+@pytest.mark.parametrize("form", [{"merge": "mixture"}, {"merge": "residual"}, FEEDBACK, NEAR_FEEDBACK], ids=str)
 def test_bfloat16_against_float32(form, with_copies):
     model, ids = training_model(**form)
     rounded = step(model, ids, products_of(model, with_copies))

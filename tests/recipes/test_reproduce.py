@@ -118,7 +118,7 @@ def test_the_protocol_long():
     assert config("long", "copy-3").model == replace(plain.model, copies=3)
     assert config("long", "longer").steps == int(1.8 * 4 * TOKENS) // (64 * 512)
     three = {row for row, settings in protocol("long").rows.items() if settings.seeds == (0, 1, 2)}
-    assert three == {"plain", "r1", "r2", "head-gate"}
+    assert three == {"plain", "r1", "r2", "head-gate", "feedback-3-reach64-gate"}
 
 
 def test_the_protocol_screen():

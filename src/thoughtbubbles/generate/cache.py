@@ -41,9 +41,10 @@ class Span(NamedTuple):
     kept: Int[Tensor, "B T"] | None = None  # A_t of each token; only if forks fall out of the cache (reach.py)
     reach: int = 0  # `fork_reach`, if so
 
-    def ring(self, capacity: int) -> int:
+    @property
+    def ring(self) -> int:
         """Slots for forks before those of the originals, if forks fall out of the cache."""
-        return self.token.shape[1] - 1 - capacity
+        return 0 if self.kept is None else self.token.shape[1] - 1 - self.kept.shape[1]
 
     def streams_up_to(self, n_tokens: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
         """A of the last of so many tokens, if forks fall out of the cache; 0 of none."""
@@ -101,16 +102,15 @@ class Cache(NamedTuple):
         return self._replace(spans=tuple(spans), n_tokens=keep)
 
     def _crop_near(self, span: Span, keep: Int[Tensor, "B"]) -> Span:
-        ring, reach = span.ring(self.capacity), span.reach
-        used = span.streams_up_to(keep)
+        ring, reach = span.ring, span.reach
+        used, token = span.streams_up_to(keep), span.token.clone()
         first_seen = span.streams_up_to(keep - reach) - (keep - reach).clamp(min=0)  # of the forks that can be seen
-        forks_now = span.used - self.n_tokens
-        if bool(((keep < self.n_tokens) & (first_seen < used - keep) & (forks_now - ring > first_seen)).any()):
+        is_seen = (token[:, :ring] >= (keep - reach)[:, None]) & (token[:, :ring] < keep[:, None])
+        if bool(((keep < self.n_tokens) & (is_seen.sum(1) < used - keep - first_seen)).any()):
             raise ValueError(
                 "forks that the next tokens would see are no longer in this cache, since only near tokens see them "
                 "(fork_reach): clone the cache at the place that you want to return to, or decode without a cache"
             )
-        token = span.token.clone()
         token[:, :ring].masked_fill_(token[:, :ring] >= keep[:, None], NEVER)
         return span._replace(used=used, token=token)
 
@@ -136,7 +136,7 @@ class Cache(NamedTuple):
         for span in self.spans:
             span.used[row] = 0
             if span.kept is not None:
-                span.token[row, : span.ring(self.capacity)] = NEVER
+                span.token[row, : span.ring] = NEVER
 
     def copy_prefix(self, source: int, row: int, n_tokens: int) -> None:
         """Copies the first tokens of another row with the same budget in place. What a row had is lost.
@@ -151,7 +151,7 @@ class Cache(NamedTuple):
             if span.level is not None:
                 span.level[row, : 2 * earlier] = span.level[source, : 2 * earlier]
             if span.kept is not None:
-                assert span.ring(self.capacity) == 0
+                assert span.ring == 0
                 span.kept[row, :n_tokens] = span.kept[source, :n_tokens]
                 n, streams = n_tokens, int(span.kept[source, n_tokens - 1])
             else:  # in the order of the tokens
@@ -212,7 +212,7 @@ class Cache(NamedTuple):
         spans = []
         for now, room in zip(self.spans, fresh.spans, strict=True):
             # A ring is as large as before, or has never been full: its slots stay where they are.
-            rings = (0, 0) if now.kept is None else (now.ring(self.capacity), room.ring(capacity))
+            rings = now.ring, room.ring
             for name, slots in (("key", 3), ("value", 3), ("log_score", 1), ("token", 1), ("level", 1), ("kept", 1)):
                 kept, new = getattr(now, name), getattr(room, name)
                 if kept is not None:

@@ -42,18 +42,19 @@ class Flat(NamedTuple):
     value_gate: Float[Tensor, "M"] | None
     gate: Float[Tensor, "M"] | None
     row: Int[Tensor, "M"]
-    slot: Int[Tensor, "M"]
+    slot: Int[Tensor, "M"]  # after those of a ring
     token: Int[Tensor, "M"] | None = None  # these two only with private forks
     key_bias: Float[Tensor, "M"] | None = None
 
 
 def supports(config: ModelConfig) -> bool:
-    """Whether the kernel has the model's reach: all forks, or private ones in bubbles that fit in its blocks."""
+    """Whether the kernel has the model's reach: all forks, or private ones in bubbles that fit in its blocks. With
+    `feedback`, it is for originals alone."""
     if config.fork_reach is None or not config.fork_layers:
         return True
     from thoughtbubbles.kernels.chunk import WIDEST_PRIVATE
 
-    return config.fork_reach == 0 and config.max_bubble <= WIDEST_PRIVATE
+    return (config.fork_reach == 0 or config.feedback) and config.max_bubble <= WIDEST_PRIVATE
 
 
 def run_chunk(
@@ -78,7 +79,8 @@ def _flat(x: Float[Tensor, "M D"], chunk: Chunk) -> Flat:
     flat = Flat(x, cos, sin, first(layout.value_gate), first(layout.gate), *chunk.where)
     if chunk.token is None:
         return flat
-    return flat._replace(token=chunk.token.int(), key_bias=first(layout.key_bias))
+    slot = chunk.where[1] - chunk.span.ring
+    return flat._replace(slot=slot, token=chunk.token.int(), key_bias=first(layout.key_bias))
 
 
 def _run(
@@ -91,7 +93,8 @@ def _run(
 
     def attention(qkv: Tensor, key: Tensor, value: Tensor, head_gate: Tensor | None) -> Tensor:
         where, given = (flat.row, flat.slot), (flat.cos, flat.sin, flat.value_gate)
-        return attend(qkv, *given, key, value, key_bias, head_gate, where, table, private=private)
+        bias = key_bias, head_gate
+        return attend(qkv, *given, key, value, *bias, where, table, private=private, first=span.ring)
 
     return fast_blocks(blocks, flat.x, span, flat.gate, attention)
 
@@ -176,5 +179,5 @@ class ChunkGraphs:
 
 
 def _unread(span: Span) -> int:
-    """The slot of every row that is never read."""
-    return span.token.shape[1] - 1
+    """The slot of every row that is never read, after those of a ring."""
+    return span.token.shape[1] - 1 - span.ring

@@ -103,7 +103,7 @@ def _fill(model: Thoughtbubbles, given: inputs.Inputs, cache: Cache) -> tuple[Pr
             given.lengths,
             n_tokens=n_tokens,
             reach=model.config.fork_reach,
-            ring=span.ring(cache.capacity),
+            ring=span.ring,
             unread=span.token.shape[1] - 1,
         )
 
@@ -114,7 +114,7 @@ def _fill(model: Thoughtbubbles, given: inputs.Inputs, cache: Cache) -> tuple[Pr
     def path(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         span, i = next(storage)
         if layout.reach is None:
-            first = span.ring(cache.capacity) if span.kept is not None else 0  # with `feedback`, originals are alone
+            first = span.ring  # with `feedback`, originals are alone
             span.key[i, :, :, first : first + k.shape[2]] = k
             span.value[i, :, :, first : first + v.shape[2]] = gated(v, layout)
         else:
@@ -127,15 +127,20 @@ def _fill(model: Thoughtbubbles, given: inputs.Inputs, cache: Cache) -> tuple[Pr
     def path_of_forks(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """With `feedback`: keys and values of originals, then those of the forks, whose values are gated already."""
         assert layout.reach is not None
-        token, ring, unread = layout.reach.token, last.ring(cache.capacity), last.token.shape[1] - 1
-        nth, is_fork = slots(token).expand_as(token), token < n_tokens
-        first = given.lengths[:, None] - last.reach
-        slot = slots_in_ring(token, nth, is_fork, from_token=first, ring=ring, unread=unread)
+        token, unread = layout.reach.token, last.token.shape[1] - 1
+        slot = slots_in_ring(
+            token,
+            slots(token).expand_as(token),
+            token < n_tokens,
+            n_tokens=given.lengths[:, None],
+            reach=last.reach,
+            ring=last.ring,
+            unread=unread,
+        )
         store(last, next(blocks_of_forks), slot, *(each[:, :, -token.shape[1] :] for each in (k, v)))
         return PATHS[model.attention](q, k, v, layout)
 
-    has_ring = last.kept is not None and last.ring(cache.capacity) > 0
-    streams, forks = model.run_layers(given, path, path_of_forks if has_ring else PATHS[model.attention])
+    streams, forks = model.run_layers(given, path, path_of_forks if last.ring else PATHS[model.attention])
     if cache.last is not None:
         cache.last[:, :n_tokens] = take(streams.x, originals(streams.token, n_tokens))
     spans = []
@@ -151,7 +156,7 @@ def _fill(model: Thoughtbubbles, given: inputs.Inputs, cache: Cache) -> tuple[Pr
             assert span.level is not None
             span.level[:, : record.level.shape[1]] = record.level
         if span.kept is not None:
-            span.token[:, : span.ring(cache.capacity)] = NEVER
+            span.token[:, : span.ring] = NEVER
             span.kept[:, :n_tokens] = streams_up_to(token, n_tokens)
         span.token[row, slot] = token.to(span.token.dtype)
         spans.append(span._replace(used=(token < n_tokens).sum(1)))

@@ -39,9 +39,8 @@ class Ring(NamedTuple):
     log_score: Float[Tensor, "B R"]
 
     @classmethod
-    def of(cls, span: Span, rows: Int[Tensor, "B"], capacity: int) -> "Ring":
-        size = span.ring(capacity)
-        return cls(span.token[rows, :size].long(), span.log_score[rows, :size])
+    def of(cls, span: Span, rows: Int[Tensor, "B"]) -> "Ring":
+        return cls(span.token[rows, : span.ring].long(), span.log_score[rows, : span.ring])
 
 
 class Waiting(NamedTuple):

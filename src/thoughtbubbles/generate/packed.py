@@ -166,7 +166,7 @@ def read(
         span.used[rows] = used + counts
         groups = where = None
         if span.level is not None and waits:
-            held_forks = Ring.of(span, rows, cache.capacity)
+            held_forks = Ring.of(span, rows)
             where = _store(config, cache, span, batch, used, new)
             waiting = Waiting(streams, layout, new.row, new.token, new.is_fork, where, held_forks)
             own = waiting.originals
@@ -229,8 +229,9 @@ def _store(
             new.token,
             before - new.token,
             new.is_fork,
-            from_token=(cache.n_tokens[batch.rows] + batch.lengths - config.fork_reach)[new.row],
-            ring=span.ring(cache.capacity),
+            n_tokens=(cache.n_tokens[batch.rows] + batch.lengths)[new.row],
+            reach=config.fork_reach,
+            ring=span.ring,
             unread=span.token.shape[1] - 1,
         )
         last = ~new.is_fork
@@ -259,7 +260,7 @@ def near_groups(
     held = cache.n_tokens[batch.rows]
     lengths = held.tolist()
     return groups_of(
-        config, span.token, span.log_score, ring=span.ring(cache.capacity), rows=batch.rows, n_tokens=held,
+        config, span.token, span.log_score, ring=span.ring, rows=batch.rows, n_tokens=held,
         counts=counts, place=new.place, number=new.token, is_fork=new.is_fork, log_score=new.log_score,
         together=batch.longest == 1 and 2 * sum(lengths) >= len(lengths) * max(lengths),
     )  # fmt: skip

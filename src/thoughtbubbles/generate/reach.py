@@ -39,12 +39,13 @@ def slots_of(
     nth_fork: Int[Tensor, "*n"],
     is_fork: Bool[Tensor, "*n"],
     *,
-    from_token: Int[Tensor, "*#n"],
+    n_tokens: Int[Tensor, "*#n"],
+    reach: int,
     ring: int,
     unread: int,
 ) -> Int[Tensor, "*n"]:
-    """Where streams are stored. Forks of tokens before `from_token` are not: they go to the slot that is never read."""
-    in_ring = slots_in_ring(token, nth_fork, is_fork, from_token=from_token, ring=ring, unread=unread)
+    """Where streams are stored, of a row that then has `n_tokens`; many forks go to the slot that is never read."""
+    in_ring = slots_in_ring(token, nth_fork, is_fork, n_tokens=n_tokens, reach=reach, ring=ring, unread=unread)
     return torch.where(is_fork, in_ring, ring + token)
 
 
@@ -53,12 +54,15 @@ def slots_in_ring(
     nth_fork: Int[Tensor, "*n"],
     is_fork: Bool[Tensor, "*n"],
     *,
-    from_token: Int[Tensor, "*#n"],
+    n_tokens: Int[Tensor, "*#n"],
+    reach: int,
     ring: int,
     unread: int,
 ) -> Int[Tensor, "*n"]:
-    """Where forks are stored; without a ring none is late enough."""
-    return torch.where(is_fork & (token >= from_token), nth_fork % max(ring, 1), unread)
+    """Where forks are stored: those of as many tokens as the ring has room for."""
+    if not ring:
+        return torch.full_like(nth_fork, unread)
+    return torch.where(is_fork & (token >= n_tokens - reach - 1), nth_fork % ring, unread)
 
 
 def slots_of_prompts(
@@ -66,7 +70,9 @@ def slots_of_prompts(
 ) -> Int[Tensor, "B S"]:
     """The same for whole rows that begin with token 0; unused slots are not stored."""
     is_fork, nth_fork = ~is_original(token, n_tokens), slots(token) - token
-    kept = slots_of(token, nth_fork, is_fork, from_token=(lengths - reach)[:, None], ring=ring, unread=unread)
+    kept = slots_of(
+        token, nth_fork, is_fork, n_tokens=lengths[:, None], reach=reach, ring=ring, unread=unread
+    )  # fmt: skip
     return torch.where(token < n_tokens, kept, unread)
 
 

@@ -95,7 +95,7 @@ def enter(
     unread, near = span.token.shape[1] - 1, None
     if span.kept is not None:
         used, one, original = n_tokens, active.long(), n_streams[:, None] - 1
-        near = NearForks(span.ring(cache.capacity), span.used - n_tokens, span.reach)
+        near = NearForks(span.ring, span.used - n_tokens, span.reach)
         _append(span.log_score, near.ring + used, one, log_p.gather(1, original))
         _append(span.token, near.ring + used, one, n_tokens[:, None])
         _append(span.kept, used, one, (span.used + added)[:, None])

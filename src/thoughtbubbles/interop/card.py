@@ -66,7 +66,7 @@ MOST = {
 BLOCK = """\
 Block selection ranks the full row, including later tokens, so no cache is exact: `generate` reads the full row again
 for each token, unless given `use_cache=True`, which uses the causal rule instead."""
-REACH = "Forks are visible to their own token and to {reach} tokens after it; the KV cache holds no others."
+REACH = "Forks are visible to their own token and to {reach} tokens after it; others fall out of the KV cache."
 MODERN = "Its blocks have RMSNorm, SwiGLU, and normalised queries and keys."
 FEEDBACK = "Forks start from the last state of the previous token too, and originals see none of them."
 CONVERTED = "The numbers below are those of the {before} weights, before they were converted to {dtype}.\n"

@@ -207,6 +207,7 @@ def attend(
     blocks: Int[Tensor, "n 4"],
     *,
     private: Private | None = None,
+    first: int = 0,
     most: int | None = None,
     fill: bool = False,
 ) -> Float[Tensor, "M D"]:
@@ -214,10 +215,12 @@ def attend(
 
     head_gate  logits of the gates of heads
     blocks   of `blocks_of`, or with `private` of `blocks_of_bubbles`; at most `most` streams each if that is given
-    private  of a model with private forks, which are stored in a slot that is never read
+    private  of a model whose forks are private, or do not pass the blocks now: stored in a slot that is never read
+    first    the slot that counts as the first
     fill     whether streams that are in no block get zeros; else they are not written
     """
     (_, heads, slots, size), m = key.shape, qkv.shape[0]
+    key, value = key[:, :, first:], value[:, :, first:]  # rows are as far apart as before
     tile, options = CHUNK, ahead(qkv.device)
     if most is not None:
         tile = STEP._replace(streams=max(STEP.streams, triton.next_power_of_2(most)))
@@ -228,6 +231,7 @@ def attend(
         N=heads, GATE=value_gate is not None, H=size, BW=STORED, num_warps=4, **options,
     )  # fmt: skip
     token, own_bias = (where[1], None) if private is None else private
+    key_bias = None if key_bias is None else key_bias[:, first:]
     _attend[blocks.shape[0], heads](
         q, key, value, cos if key_bias is None else key_bias, blocks, out, 1 / math.sqrt(size), slots,
         qkv, cos, sin, cos if value_gate is None else value_gate,

@@ -72,8 +72,8 @@ class ModelConfig:
     the residual average of its forks, so that originals carry state and forks predict (the original if it has none)."""
     fork_reach: int | None = None
     """Forks are visible to their own token and to so many tokens after it; 0: to their own bubble alone. None: to all
-    later tokens. Originals are always visible to all, and what nobody can see is not cached. With `feedback`, of later
-    tokens only forks see them."""
+    later tokens. Originals are always visible to all, and what nobody will see falls out of the KV cache. With
+    `feedback`, of later tokens only forks see them."""
     feedback: bool = False
     """Forks also start from the last state of the previous token: originals go through all blocks first, without seeing
     any fork. Needs a `fork_reach` and a single fork layer."""

@@ -172,7 +172,7 @@ def long() -> Protocol:
         ),
         **gated_forks(),
         **{f"r{budget}-late": late_forks(budget) for budget in (2, 4)},
-        # As many tokens as have the GPU time of `feedback-3-gate` (long/steps.json).
+        # As many tokens as `head-gate` reads in the GPU time of `feedback-3-gate`, by their steps (long/steps.json).
         "longer-gate": Row(
             what="plain GPT, a sigmoid gate per head, 2.05 × the tokens",
             model={"head_gate": True},

@@ -75,8 +75,8 @@ FORMS = {
         what="`r2`, each step with 1 or 2 streams per token", model={**FORKS, "budget": 2}, budgets=(1.0, 2.0)
     ),
     "feedback": Form(
-        what="every token forked before block 1, private; forks start from the last state of the previous token too",
-        model={**FORKS, "fork_layers": (1,), "budget": 2, "fork_reach": 0, "feedback": True, "merge": "forks"},
+        what="forks before block 1, after all originals, from the last state of the previous token too; they see forks",
+        model={**FORKS, "fork_layers": (1,), "budget": 2, "fork_reach": 512, "feedback": True, "merge": "forks"},
     ),
 }
 
