@@ -101,11 +101,12 @@ def generation(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> dict[str,
     for request, completion, scored in zip(requests, found, read_again, strict=True):
         expected = scored.prompt_log_probs[len(request.prompt) :]
         text = torch.tensor([[*request.prompt, *completion.ids]]).cuda()
-        _, cache = prefill(model, text, budget=request.budget)
-        whole = cache.streams(int(cache.n_tokens))[0].tolist()
-        with kernels.disabled():
+        _, cache = prefill(model, text[:, : len(request.prompt)], budget=request.budget)
+        of_prompt = cache.streams(int(cache.n_tokens))[0].tolist()
+        with kernels.disabled():  # as the expected log-probabilities
             _, cache = prefill(model, text, budget=request.budget)
-        if whole[: len(request.prompt)] != cache.streams(int(cache.n_tokens))[0, : len(request.prompt)].tolist():
+        whole = cache.streams(int(cache.n_tokens))[0].tolist()
+        if whole[: len(request.prompt)] != of_prompt:
             other_prompts += 1  # rounding decided about a stream of the prompt, which changes all that follows
             continue
         streams = whole[len(request.prompt) - 1 : -1]
