@@ -39,6 +39,7 @@ class Settings:
     merge: str = "mixture"  # or "residual", "original", "forks"
     fork_reach: int | None = None  # forks are seen by tokens up to this far after theirs; None: by all
     feedback: bool = False  # originals pass all blocks without forks; then forks, which get the previous token's result
+    scores: bool = True  # False: every candidate survives with score 1
     gate_qk: bool = True
     gate_v: bool = True
     gate_residual: bool = True
@@ -194,7 +195,8 @@ def fork_layer(
     candidates: list[Stream] = []
     forced: list[bool] = []
     for i, stream in enumerate(streams):
-        fork, keep = own_scores(weights, name, stream.x)
+        zero = torch.zeros_like(stream.log_score)
+        fork, keep = own_scores(weights, name, stream.x) if settings.scores else (zero, zero)
         own.append((fork.item(), keep.item()))
         is_original = i + 1 == len(streams) or streams[i + 1].token != stream.token
         before = torch.zeros_like(keep) if settings.own_scores else stream.log_score
@@ -205,7 +207,9 @@ def fork_layer(
     log_score = [candidate.log_score.item() for candidate in candidates]
     token = [candidate.token for candidate in candidates]
     keys = make_keys(log_score, forced)
-    if settings.selection == "block":
+    if not settings.scores:
+        selected = [True] * len(candidates)
+    elif settings.selection == "block":
         selected = select_block(keys, n_tokens, settings)
     else:
         selected = select_causal(keys, token, n_tokens, settings)

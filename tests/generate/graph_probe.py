@@ -50,7 +50,7 @@ def graph() -> dict[str, Any]:
     forking: dict[str, Any] = {"fork_layers": (3, 7, 11), "merge": "residual"}
     plain_model: dict[str, Any] = {"fork_layers": (), "merge": "original"}
     feedback = {"fork_layers": (3,), "merge": "forks", "fork_reach": 0, "feedback": True}
-    near = {**feedback, "fork_reach": 7, "head_gate": True}
+    near = {**feedback, "fork_reach": 7, "head_gate": True, "scores": False}
     of_forks = forking, {**forking, "fork_reach": 0}, {**forking, "fork_reach": 7}, feedback, near
     for form in (*of_forks, plain_model, {**plain_model, "head_gate": True}):
         model = gpu_model(**form)
@@ -129,7 +129,7 @@ if __name__ == "__main__":
         "parts": parts,
         "private parts": lambda: parts(fork_layers=(1, 3), fork_reach=0),
         "feedback parts": lambda: parts(fork_layers=(1,), fork_reach=0, feedback=True),
-        "near parts": lambda: parts(fork_layers=(1,), fork_reach=3, feedback=True),
+        "near parts": lambda: parts(fork_layers=(1,), fork_reach=3, feedback=True, scores=False),
         "graph": graph,
         "generate": generation,
         "generate in float16": lambda: generation(torch.float16),

@@ -272,6 +272,7 @@ CONFIGS = {
     "plain": small_config(fork_layers=()),
     "copies": small_config(fork_layers=(), copies=3, merge="original"),
     "nano": named("nano", budget=1.15),
+    "without scores": small_config(scores=False, budget=8),
 }
 
 
@@ -280,7 +281,8 @@ CONFIGS = {
 def test_memory_is_as_predicted(name, dtype):
     config = CONFIGS[name]
     model = lively_model(config, dtype=dtype)
-    for budget, rows, capacity in ((1, 1, 16), ([1.5, "7/3"], 2, 13)):
+    some = (1, [1.5, "7/3"]) if config.scores else (8, [9, "17/2"])
+    for budget, rows, capacity in ((some[0], 1, 16), (some[1], 2, 13)):
         _, cache = prefill(model, random_ids(config, rows, 4), budget=budget, capacity=capacity)
         expected = cache_memory(config, rows=rows, capacity=capacity, budget=Budget.of(budget), dtype=dtype)
         assert cache.memory() == expected

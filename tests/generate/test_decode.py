@@ -59,6 +59,10 @@ FORMS = {
     "feedback, few forks": {"fork_layers": (0,), "fork_reach": 0, "feedback": True, "budget": 1.5, "head_gate": True},
     "feedback, near forks": {"fork_layers": (1,), "fork_reach": 3, "feedback": True, "budget": 2, "merge": "forks"},
     "feedback, forks seen for long": {"fork_layers": (0,), "fork_reach": 20, "feedback": True, "budget": 1.5},
+    "without scores": {"scores": False, "budget": 8},
+    "private forks without scores": {"scores": False, "fork_layers": (0, 2), "fork_reach": 0, "budget": 4},
+    "near forks without scores": {"scores": False, "fork_reach": 2, "budget": 8, "merge": "forks"},
+    "feedback without scores": {"scores": False, "fork_layers": (1,), "fork_reach": 3, "feedback": True, "budget": 2},
     "modern blocks": {"block": "modern"},
     "plain with gates of heads": {"fork_layers": (), "merge": "original", "head_gate": True},
 }
@@ -148,12 +152,18 @@ def shapes(draw):
     }
     if len(config["fork_layers"]) == 1 and config["fork_reach"] is not None and config["merge"] != "original":
         config["feedback"] = draw(st.booleans())
-    fractions = st.fractions(1, 8, max_denominator=12)
+    no_limit = 2 ** len(config["fork_layers"])
+    some = [1, 1.15, 1.5, 2, 4, "7/3"]
+    budgets = st.sampled_from(some) | st.fractions(1, 8, max_denominator=12)
+    if draw(st.integers(0, 4)) == 0:
+        config |= {"scores": False, "own_scores": False, "relative_scores": False, "score_bias": None}
+        config["budget"] = no_limit
+        budgets = st.sampled_from([no_limit, no_limit + 0.5])
     return {
         "config": config,
         "lengths": lengths,
         "prompts": [draw(st.integers(1, n)) for n in lengths],
-        "budgets": [draw(st.sampled_from([1, 1.15, 1.5, 2, 4, "7/3"]) | fractions) for _ in lengths],
+        "budgets": [draw(budgets) for _ in lengths],
         "capacity": draw(st.integers(max(lengths), block_size)),
         "seed": draw(st.integers(0, 99)),
         "few_words": draw(st.booleans()),

@@ -73,6 +73,8 @@ def test_a_model_without_fork_layers_has_as_many_streams_as_copies():
         ((0,), {"fork_reach": 0, "feedback": True, "relative_scores": True}),
         ((1,), {"fork_reach": 2, "feedback": True, "merge": "forks"}),
         ((0,), {"fork_reach": 20, "feedback": True, "head_gate": True}),
+        ((1,), {"fork_reach": 2, "feedback": True, "scores": False, "merge": "forks"}),
+        ((1, 3), {"scores": False, "budget": 4}),
         ((1, 2, 3), {"fork_reach": 1, "merge": "forks"}),
         ((0, 2), {"fork_reach": 3, "gate_qk": False}),
     ],
@@ -80,7 +82,7 @@ def test_a_model_without_fork_layers_has_as_many_streams_as_copies():
 def test_steps_of_fixed_width_are_the_same_steps(forks, form):
     config = small_config(fork_layers=forks, **form)
     model, ids = lively_model(config), random_ids(config, 3, 16)
-    lengths, budget = [2, 6, 1], [1, 1.5, 4] if forks else None
+    lengths, budget = [2, 6, 1], [1, 1.5, 4] if forks and config.scores else None
     free, fixed = (prefill(model, ids[:, :6], lengths=lengths, budget=budget)[1] for _ in range(2))
     for _ in range(8):
         new = ids.gather(1, free.n_tokens[:, None])[:, 0]
@@ -124,7 +126,7 @@ def test_the_compiled_parts_are_the_same_and_compile_once(case):
 def test_kernels_give_what_the_blocks_give():
     """On the CPU, through Triton's interpreter, in a separate process, since that is chosen at import."""
     cases = probe("kernels/decode_probe.py", TRITON_INTERPRET="1")
-    assert len(cases) == 18
+    assert len(cases) == 20
     assert not [case for case, found in cases.items() if not is_same(found)], cases
 
 

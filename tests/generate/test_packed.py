@@ -31,11 +31,13 @@ CASES = {
     "feedback": {"fork_layers": (1,), "fork_reach": 0, "feedback": True, "merge": "forks"},
     "near forks": {"fork_reach": 2},
     "feedback, near forks": {"fork_layers": (1,), "fork_reach": 2, "feedback": True, "merge": "forks"},
+    "without scores": {"fork_layers": (1, 3), "scores": False, "budget": 4},
+    "feedback without scores": {"fork_layers": (1,), "fork_reach": 2, "feedback": True, "scores": False},
     "forks seen for long": {"fork_reach": 11, "merge": "residual"},
 }
 
 
-QUICK = ("mixture", "plain", "feedback", "near forks", "feedback, near forks")
+QUICK = ("mixture", "plain", "feedback", "near forks", "feedback, near forks", "feedback without scores")
 
 
 def storage(model: Thoughtbubbles, rows: int) -> Cache:
@@ -62,7 +64,8 @@ def interleave(model: Thoughtbubbles, *, seed: int, texts: int = 7, rows: int = 
     """Texts join, are read in pieces of random size in random company, leave or are cancelled; rows are used again."""
     rng, cache, checked = random.Random(seed), storage(model, rows), 0
     generator = torch.Generator().manual_seed(seed)
-    waiting = [(text(rng, generator, model.config.vocab_size), rng.choice(BUDGETS)) for _ in range(texts)]
+    budgets = BUDGETS if model.config.scores else (4,)
+    waiting = [(text(rng, generator, model.config.vocab_size), rng.choice(budgets)) for _ in range(texts)]
     live: dict[int, tuple[torch.Tensor, Number, int]] = {}
     while waiting or live:
         for row in range(rows):

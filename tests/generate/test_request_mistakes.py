@@ -110,6 +110,23 @@ def test_budgets_up_to_what_the_forks_allow(model):
     assert most.streams == again.streams == [4] * 6
 
 
+def test_budgets_of_a_model_without_scores():
+    """It keeps all forks, so a budget that drops some is a mistake, in a request too."""
+    model = model_of(fork_layers=(1,), scores=False)
+    words = "budget = 1.5: without scores this model keeps all forks; give 2 or more"
+    assert (budget_problem(model.config, 1.5) or "").startswith(words)
+    assert budget_problem(model.config, 2) is budget_problem(model.config, 9) is None
+    good, bad = (Request(prompt=[1, 2], max_new=3, budget=budget) for budget in (None, 1))
+    completions = generate(model, [good, bad, good], on_error="return")
+    assert [completion.finish for completion in completions] == ["length", "error", "length"]
+    assert completions[0].streams == [2] * 3
+    assert "without scores" in (completions[1].error or "")
+    with pytest.raises(ValueError, match=r"budget = \[1\.5, 2\]: without scores"):
+        model(torch.ones(2, 3, dtype=torch.long), budget=[1.5, 2])
+    with pytest.raises(ValueError, match="selection = 'block': without scores"):
+        model(torch.ones(2, 3, dtype=torch.long), selection="block")
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "words"),
     [

@@ -20,11 +20,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "causal": {},
     "causal-residual": {"merge": "residual", "budget": 1.5},
     "private": {"fork_layers": (1,), "fork_reach": 0, "merge": "forks", "relative_scores": True, "feedback": True},
+    "near": {"fork_layers": (1,), "fork_reach": 3, "merge": "forks", "scores": False, "feedback": True},
     "block": {"selection": "block"},
     "block-residual": {"selection": "block", "merge": "residual"},
     "block-fixed": {"selection": "block", "budget_mode": "fixed", "merge": "original"},
 }
-CACHED = ("plain", "copy-3", "gated", "causal", "causal-residual", "private")
+CACHED = ("plain", "copy-3", "gated", "causal", "causal-residual", "private", "near")
 
 
 def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:

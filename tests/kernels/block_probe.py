@@ -479,6 +479,7 @@ def cases() -> dict[str, Callable[[], Found]]:
                 {"n_tokens": 33, "lengths": [33, 9], "merge": "residual"},
                 {"n_tokens": 40, "gate_qk": False, "gate_v": False},
                 {"n_tokens": 21, "lengths": [1, 20], "score_bias": 60, "head_gate": True},
+                {"n_tokens": 70, "lengths": [70, 33], "fork_reach": 9, "scores": False, "head_gate": True},
             )
         },
         "compiled ahead": compiled_ahead,

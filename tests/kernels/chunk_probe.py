@@ -61,7 +61,7 @@ if __name__ == "__main__":
         "gates of heads": {"head_gate": True},
         "private": private,
         "feedback": {**private, "fork_layers": (1,), "feedback": True, "merge": "forks", "head_gate": True},
-        "feedback, near forks": {**private, "fork_layers": (1,), "feedback": True, "fork_reach": 5},
+        "feedback, near forks": {**private, "fork_layers": (1,), "feedback": True, "fork_reach": 5, "scores": False},
         "private, no gates": {**private, "fork_layers": (1,), "gate_qk": False, "gate_v": False, "merge": "forks"},
     }
     json.dump({name: differences(**case) for name, case in cases.items()}, sys.stdout)

@@ -32,7 +32,7 @@ def differences(
             if weight.ndim == 2 and "score" not in name:
                 weight.mul_(0.2)
     ids, widths = random_ids(config, 3, config.block_size), widths_within(config, 8)
-    budget = BUDGETS if config.fork_layers else None
+    budget = BUDGETS if config.fork_layers and config.scores else None
     caches = [prefill(model, ids[:, : max(lengths)], lengths=list(lengths), budget=budget)[1] for _ in range(2)]
     worst, same = 0.0, True
     for step in range(steps):
@@ -70,6 +70,8 @@ if __name__ == "__main__":
         "feedback, gates": {**FEEDBACK, "size": 5, "steps": 2, "head_gate": True},
         "feedback, near forks": {**FEEDBACK, "fork_reach": 3, "size": 5, "steps": 4},
         "feedback, near forks, many": {**FEEDBACK, "fork_reach": 18, "few": False, "lengths": (20, 18, 2), "steps": 2},
+        "feedback without scores": {**FEEDBACK, "fork_reach": 3, "scores": False, "head_gate": True},
+        "without scores": {"scores": False, "budget": 4, "steps": 2},
         "near forks": {"fork_reach": 1, "size": 9, "lengths": (20, 18, 2)},
         "no gates": {"gate_qk": False, "gate_v": False, "gate_residual": False, "steps": 2},
     }

@@ -41,7 +41,7 @@ def completions(model: Thoughtbubbles, *, on_kernels: bool) -> tuple[list[Comple
         Request(
             prompt=torch.randint(40, (n,), generator=random).tolist(),
             max_new=new,
-            budget=budget,
+            budget=budget if model.config.scores else 2,
             sampling=Sampling(temperature=0.8 * (new % 2), seed=n),
         )
         for n, new, budget in ((9, 4, 2), (3, 5, 4), (1, 3, 1.5), (12, 4, 3), (5, 3, 1))
@@ -74,7 +74,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "feedback":
         forks = {"fork_layers": (1,), "fork_reach": 0, "feedback": True}
     if sys.argv[1] == "near":
-        forks = {"fork_layers": (1,), "fork_reach": 3, "feedback": True}
+        forks = {"fork_layers": (1,), "fork_reach": 3, "feedback": True, "scores": False}
     model = lively_model(small_config(**shape, **forks), dtype=torch.float32)
     (found, repeated), (expected, _) = (completions(model, on_kernels=one) for one in (True, False))
     json.dump(

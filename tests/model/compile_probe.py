@@ -15,19 +15,20 @@ from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 # As few blocks as have everything: compilers take their time for each.
+FEEDBACK = {"fork_layers": (0,), "fork_reach": 3, "merge": "forks", "feedback": True, "scores": False}
 FORMS: dict[str, dict[str, Any]] = {
     "nano": {"n_layer": 2, "fork_layers": (0, 1)},
     "nano-paper": {"n_layer": 2, "fork_layers": (1,), "merge": "residual"},
     "nano-copy-3": {"n_layer": 2},
     "nano-plain": {"n_layer": 2, "head_gate": True},
-    "nano-private": {"n_layer": 2, "fork_layers": (0,), "fork_reach": 3, "merge": "forks", "feedback": True},
+    "nano-feedback": {"n_layer": 2, **FEEDBACK},
 }
 
 
 def make(form: str) -> tuple[Thoughtbubbles, torch.Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Thoughtbubbles(named(form.removesuffix("-private"), **FORMS[form]))
+    model = Thoughtbubbles(named(form.removesuffix("-feedback"), **FORMS[form]))
     return model, torch.randint(model.config.vocab_size, (2, 32))
 
 

@@ -39,7 +39,16 @@ def test_causal_selection_is_bit_identical_before_a_change(merge, budget):
             assert not torch.equal(a[:, t:], b[:, t:])
 
 
-@pytest.mark.parametrize("form", [{"fork_reach": 0}, {"fork_reach": 1}, {"fork_reach": 4}, FEEDBACK, NEAR_FEEDBACK])
+@pytest.mark.parametrize(
+    "form",
+    [
+        *({"fork_reach": reach} for reach in (0, 1, 4)),
+        FEEDBACK,
+        NEAR_FEEDBACK,
+        {**NEAR_FEEDBACK, "scores": False},
+        {"fork_layers": (1, 3), "scores": False},
+    ],
+)
 @pytest.mark.parametrize("merge", MERGES)
 def test_the_reach_of_forks_is_causal(merge, form):
     if merge == "original" and "feedback" in form:

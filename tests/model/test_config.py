@@ -39,6 +39,11 @@ def test_a_score_bias_adds_two_parameters_per_fork_layer():
     assert count(named("150m", score_bias=2.0)) - count(ModelConfig.named("150m")) == 6
 
 
+def test_without_scores_there_is_no_score_head():
+    scored, unscored = (ModelConfig(n_layer=4, n_head=2, width=16, fork_layers=(1,), scores=on) for on in (True, False))
+    assert count(scored) - count(unscored) == 2 * 16 + 2 * 16, "its LayerNorm, and a row each for fork and keep"
+
+
 def test_a_head_gate_adds_a_row_and_a_bias_per_head():
     plain = ModelConfig.named("150m-plain")
     assert not plain.head_gate
@@ -95,6 +100,11 @@ def test_lists_from_json_become_tuples():
         ({"merge": "sum"}, r"merge = 'sum': choose one of"),
         ({"score_scale": "two"}, r"score_scale = 'two': choose one of"),
         ({"score_bias": float("nan")}, r"score_bias = nan: give a finite number"),
+        ({"scores": "no"}, r"scores = 'no': give True or False"),
+        ({"scores": False}, r"ModelConfig.budget = 2: without scores this model keeps all forks; give 8 or more"),
+        ({"scores": False, "budget": 8, "selection": "block"}, r"selection = 'block': scores = False .* 'causal'"),
+        ({"scores": False, "budget": 8, "score_bias": 2}, r"score_bias = 2: scores = False has no use for it.* None"),
+        ({"scores": False, "budget": 8, "own_scores": True}, r"own_scores = True: scores = False has no use for it"),
     ],
 )
 @pytest.mark.usefixtures("no_shape_checks")

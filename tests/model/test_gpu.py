@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 FEEDBACK = {"fork_layers": (1,), "fork_reach": 0, "feedback": True, "merge": "forks"}
-NEAR_FEEDBACK = {**FEEDBACK, "fork_reach": 7}
+NEAR_FEEDBACK = {**FEEDBACK, "fork_reach": 7, "scores": False}
 
 
 @pytest.mark.parametrize("selection", ["block", "causal"])

@@ -241,6 +241,20 @@ def test_reference_attention(selection):
     compare(small_config(selection=selection), [6, 4], attention="reference")
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"budget": 8},
+        {"budget": 8, "fork_reach": 1},
+        {"fork_layers": (2,), "fork_reach": 0, "feedback": True, "head_gate": True},
+        {"fork_layers": (2,), "fork_reach": 3, "feedback": True},
+    ],
+)
+@pytest.mark.parametrize("merge", ["mixture", "residual", "forks"])
+def test_forks_without_scores(merge, form):
+    compare(small_config(merge=merge, scores=False, **form), [6, 4, 1])
+
+
 def test_score_bias():
     compare(small_config(score_bias=1.0, budget=1.5), [7])
 

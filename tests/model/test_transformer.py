@@ -156,6 +156,22 @@ def test_feedback_learns():
         assert parameter.grad.abs().sum() > 0, name
 
 
+@pytest.mark.parametrize("form", [{"fork_layers": (1, 3)}, {"fork_layers": (1,), "fork_reach": 2, "feedback": True}])
+def test_without_scores_is_as_if_all_were_1(form):
+    """Of a model whose score heads have a bias that gives scores of 1: the same loss and gradients."""
+    config = small_config(budget=4, merge="residual", **form)
+    ids = random_ids(config, 2, 14)
+    models = []
+    for part in ({"scores": False}, {"score_bias": 60}):
+        torch.manual_seed(0)  # initial weights depend on their names
+        models.append(Thoughtbubbles(replace(config, **part)).double())
+        models[-1](ids, targets=ids.roll(-1, 1), lengths=[14, 9]).loss.backward()
+    unscored, scored = models
+    for name, parameter in unscored.named_parameters():
+        assert torch.equal(parameter, scored.get_parameter(name)), name
+        torch.testing.assert_close(parameter.grad, scored.get_parameter(name).grad, rtol=1e-12, atol=1e-14, msg=name)
+
+
 def test_attention_of_forks_after_originals():
     """Recorded: one matrix per block, in which originals see no fork, and forks no original of their own token."""
     config = small_config(fork_layers=(1,), fork_reach=0, feedback=True, merge="forks")

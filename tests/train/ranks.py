@@ -54,6 +54,7 @@ def masked(folder: Path) -> None:
 def checkpointed(folder: Path) -> None:
     """Also with blocks that forks go through twice."""
     forks = {"model_fork_layers": (1,), "model_fork_reach": 3, "model_merge": "forks", "model_feedback": True}
+    forks["model_scores"] = False
     run(folder, steps=4, compute_precision="float64", compute_activation_checkpointing=True, **forks)
 
 

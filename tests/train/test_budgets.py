@@ -122,6 +122,9 @@ def test_a_run_with_a_setting_that_is_gone(tmp_path):
         from_record(RunConfig, before, where="run.json")
 
 
+UNSCORED = {"model_scores": False, "model_fork_layers": (1,)}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -131,6 +134,8 @@ def test_a_run_with_a_setting_that_is_gone(tmp_path):
         ({"forks_from": 1.5}, "--forks-from 1.5: give a fraction"),
         ({"forks_from": float("nan")}, "--forks-from nan: give a fraction"),
         ({"forks_from": 0.5, "model_fork_layers": (), "model_merge": "original"}, "without fork layers never forks"),
+        ({"budgets": (1.0,), **UNSCORED}, "--budgets = 1: without scores .* give 2 or more"),
+        ({"forks_from": 0.5, **UNSCORED}, "without scores a model always forks"),
     ],
 )
 def test_budgets_that_make_no_sense(tmp_path, changes, words):

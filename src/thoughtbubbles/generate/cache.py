@@ -37,7 +37,7 @@ class Span(NamedTuple):
     log_score: Float[Tensor, "B S"]  # as it attenuates: `attenuating` in model/layout.py
     token: Int[Tensor, "B S"]
     used: Int[Tensor, "B"]  # streams so far; in a span after a fork layer this is A_{t−1}
-    level: Int[Tensor, "B C"] | None  # of every candidate of the span's fork layer; None if it has none
+    level: Int[Tensor, "B C"] | None  # of every candidate of the span's fork layer; None if it has none, or no scores
     kept: Int[Tensor, "B T"] | None = None  # A_t of each token; only if forks fall out of the cache (reach.py)
     reach: int = 0  # `fork_reach`, if so
 
@@ -184,7 +184,7 @@ class Cache(NamedTuple):
                 span.key.shape[0] == end - start
                 and span.key.shape[2] == config.n_head
                 and span.key.shape[4] == config.head_size
-                and (span.level is not None) == (start in config.fork_layers)
+                and (span.level is not None) == (start in config.fork_layers and config.scores)
                 and (span.kept is not None) == (start in config.fork_layers and config.fork_reach is not None)
                 and (span.kept is None or span.reach == config.fork_reach)
                 and span.key.device == weight.device
@@ -287,7 +287,7 @@ class CacheMemory(NamedTuple):
 class SpanShape(NamedTuple):
     layers: int
     slots: int  # streams that a row can hold, without the slot that is never read
-    candidates: int  # of the span's fork layer; 0 if it has none
+    candidates: int  # of the span's fork layer, which have levels; 0 if it has none, or no scores
     forks_fall_out: bool = False  # then there are as many slots as tokens, and a ring for forks of the last ones
 
 
@@ -300,7 +300,8 @@ def span_shapes(config: ModelConfig, *, capacity: int, budget: Budget) -> list[S
         if start not in config.fork_layers:
             shapes.append(SpanShape(end - start, streams, 0))
             continue
-        candidates, streams, max_bubble = 2 * streams, rule.n_slots(streams, capacity), 2 * max_bubble
+        candidates, max_bubble = 2 * streams * config.scores, 2 * max_bubble
+        streams = rule.n_slots(streams, capacity)
         slots, forks_fall_out = streams, config.fork_reach is not None
         if forks_fall_out:
             slots = capacity + ring_size(config, streams - capacity, max_bubble=max_bubble)

@@ -153,8 +153,8 @@ def _fill(model: Thoughtbubbles, given: inputs.Inputs, cache: Cache) -> tuple[Pr
             log_score = take(record.log_score, (2 * record.parent + ~record.is_fork).clamp(min=0))
             log_p = attenuating(log_score, token, model.config, n_tokens=n_tokens)
             span.log_score[row, slot] = log_p.to(span.log_score.dtype)
-            assert span.level is not None
-            span.level[:, : record.level.shape[1]] = record.level
+            if span.level is not None:
+                span.level[:, : record.level.shape[1]] = record.level
         if span.kept is not None:
             span.token[:, : span.ring] = NEVER
             span.kept[:, :n_tokens] = streams_up_to(token, n_tokens)

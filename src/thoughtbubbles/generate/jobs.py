@@ -162,7 +162,7 @@ def budget_problem(config: ModelConfig, budget: Number) -> str | None:
     if isinstance(budget, (list, tuple)):
         return f"budget = {brief(budget)}: give one number per request"
     try:
-        Budget.of(budget).check_range(config.block_size)
+        config.check_budget(Budget.of(budget))
     except ValueError as error:
         return str(error)
     return None

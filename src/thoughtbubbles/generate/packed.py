@@ -147,11 +147,13 @@ def read(
     streams, n_earlier, waiting = embed(model, ids), 2 * held, None
     for start, span in zip(sorted({0, *config.fork_layers}), cache.spans, strict=True):
         used = span.used[rows]
-        if span.level is not None:
-            rule = PackedRule(span.level[rows], n_earlier, used, cap, batch)
+        has_forked = start in config.fork_layers
+        if has_forked:
+            rule = None if span.level is None else PackedRule(span.level[rows], n_earlier, used, cap, batch)
             row, place, _ = by_row(streams.token[0].repeat_interleave(2), batch)
             streams, record = model.forks[str(start)](streams, held[:1], n_tokens=n_tokens, rule=rule)
-            span.level[rows[row], n_earlier[row] + place] = record.level[0].to(span.level.dtype)
+            if span.level is not None:
+                span.level[rows[row], n_earlier[row] + place] = record.level[0].to(span.level.dtype)
             n = int((streams.token < n_tokens).sum())
             streams = Streams(streams.x[:, :n], streams.log_score[:, :n], streams.token[:, :n])
         row, place, counts = by_row(streams.token[0], batch)
@@ -160,12 +162,12 @@ def read(
         position = positions(
             number[streams.token], find_bubbles(streams.token, n_tokens), streams.log_score.dtype
         )  # in the row itself
-        layout = layout_at(position, None if span.level is None else log_p, config)
+        layout = layout_at(position, log_p if has_forked else None, config)
         blocks = model.blocks[start : start + len(span.key)]
         n_earlier = 2 * used
         span.used[rows] = used + counts
         groups = where = None
-        if span.level is not None and waits:
+        if has_forked and waits:
             held_forks = Ring.of(span, rows)
             where = _store(config, cache, span, batch, used, new)
             waiting = Waiting(streams, layout, new.row, new.token, new.is_fork, where, held_forks)
@@ -173,7 +175,7 @@ def read(
             streams, layout, where = waiting.streams_of(own), waiting.layout_of(own), (where[0][own], where[1][own])
             new = New(new.row[own], batch.offset, new.token[own], new.is_fork[own], new.log_score[own])
             counts = batch.lengths
-        elif span.level is not None and config.feedback:
+        elif has_forked and config.feedback:
             said = fed_back(model.forks[str(start)], cache, rows[new.row], new.token, streams.x.dtype)
             streams = streams._replace(x=streams.x + torch.where(new.is_fork[:, None], said, 0))
         if span.kept is not None and run_fast is None:  # before anything is stored: a ring loses its oldest forks then

@@ -77,12 +77,12 @@ def enter(
     """
     span, n_tokens = cache.spans[index], cache.n_tokens
     if fork is not None:
-        assert span.level is not None
         n_earlier = 2 * (n_tokens if index == 0 else cache.spans[index - 1].used)
-        rule = NextToken(span.level, n_earlier, span.used, cache.next_cap(), width)
+        rule = None if span.level is None else NextToken(span.level, n_earlier, span.used, cache.next_cap(), width)
         added = 2 * (streams.token == 0).sum(1) * active
         streams, record = fork(streams, n_earlier, n_tokens=1, rule=rule)
-        _append(span.level, n_earlier, added, record.level)  # of dropped candidates too
+        if span.level is not None:
+            _append(span.level, n_earlier, added, record.level)  # of dropped candidates too
         if cache.last is not None:
             before = _at(cache.last, (n_tokens - 1).clamp(min=0))
             said = fork.feed_back(before.to(streams.x.dtype))  # type: ignore[operator]
@@ -96,7 +96,8 @@ def enter(
     if span.kept is not None:
         used, one, original = n_tokens, active.long(), n_streams[:, None] - 1
         near = NearForks(span.ring, span.used - n_tokens, span.reach)
-        _append(span.log_score, near.ring + used, one, log_p.gather(1, original))
+        if config.scores:
+            _append(span.log_score, near.ring + used, one, log_p.gather(1, original))
         _append(span.token, near.ring + used, one, n_tokens[:, None])
         _append(span.kept, used, one, (span.used + added)[:, None])
         place = torch.where((own == original) & active[:, None], near.ring + used[:, None], unread)
@@ -104,11 +105,13 @@ def enter(
             is_fork = (own < original) & active[:, None]
             place = torch.where(is_fork, (near.before[:, None] + own) % near.ring, place)
             slot = torch.where(is_fork, place, unread)
-            span.log_score.scatter_(1, slot, log_p.to(span.log_score.dtype))
+            if config.scores:
+                span.log_score.scatter_(1, slot, log_p.to(span.log_score.dtype))
             span.token.scatter_(1, slot, n_tokens[:, None].expand_as(slot).to(span.token.dtype))
     else:
         used = span.used
-        _append(span.log_score, used, added, log_p)
+        if config.scores:  # else zeros for ever
+            _append(span.log_score, used, added, log_p)
         _append(span.token, used, added, n_tokens[:, None].expand_as(streams.token))
         place = torch.where(own < added[:, None], used[:, None] + own, unread)
     position = positions(streams.token, find_bubbles(streams.token, 1), streams.log_score.dtype) + n_tokens[:, None]
@@ -215,7 +218,7 @@ def advance(
     """One more token of each active row. `widths`: of the bubbles in each span, at most."""
     streams, spans = embed_next(model, ids), []
     for index, (start, span) in enumerate(zip(sorted({0, *model.config.fork_layers}), cache.spans, strict=True)):
-        fork = None if span.level is None else model.forks[str(start)]
+        fork = model.forks[str(start)] if start in model.config.fork_layers else None
         streams, view, used = parts.enter(model.config, fork, streams, cache, index, active, widths[index])
         blocks = list(model.blocks)[start : start + span.key.shape[0]]
         x = parts.blocks(blocks, streams.x, span, view)

@@ -55,6 +55,13 @@ class Budget(NamedTuple):
     def largest(self) -> Fraction:
         return max(Fraction(n, d) for n, d in zip(self.numerator, self.denominator, strict=True))
 
+    @property
+    def shown(self) -> str:
+        """For a one-line message: one number, or those of the rows."""
+        exact = [Fraction(n, d) for n, d in zip(self.numerator, self.denominator, strict=True)]
+        rows = [int(each) if each.denominator == 1 else float(each) for each in exact]
+        return brief(rows[0] if self.rows == 1 else rows)
+
     def floor(self, tokens: Int[Tensor, "#B n"]) -> Int[Tensor, "_ n"]:
         numerator, denominator = self._columns(tokens.device)
         return tokens * numerator // denominator

@@ -77,6 +77,9 @@ class ModelConfig:
     feedback: bool = False
     """Forks also start from the last state of the previous token: originals go through all blocks first, without seeing
     any fork. Needs a `fork_reach` and a single fork layer."""
+    scores: bool = True
+    """False: forks are not scored. Every stream forks in every fork layer, nothing is attenuated, and merges weigh all
+    streams alike. Needs a budget without effect: 2^n or more with n fork layers."""
     gate_qk: bool = True
     """Add the key's log score to the attention logits."""
     gate_v: bool = True
@@ -131,6 +134,7 @@ class ModelConfig:
         self._check_forks()
         for name in (
             "feedback",
+            "scores",
             "gate_qk",
             "gate_v",
             "gate_residual",
@@ -154,6 +158,8 @@ class ModelConfig:
             self.score_noise,
             "give a number from 0 (none) to 10",
         )
+        if not self.scores:
+            self._check_no_scores()
         if self.authors_compat:
             self._check_authors_compat()
 
@@ -206,6 +212,19 @@ class ModelConfig:
         )
         _require(self.merge != "original", name, on, "merge='original' does not read forks: choose another merge")
 
+    def _check_no_scores(self) -> None:
+        remedy = "scores = False has no use for it: leave it {} or set scores=True"
+        for name, unused in (
+            ("selection", "causal"),
+            ("own_scores", False),
+            ("relative_scores", False),
+            ("score_noise", 0),
+            ("score_bias", None),
+        ):
+            value = getattr(self, name)
+            _require(value == unused, name, value, remedy.format(repr(unused)))
+        self.check_budget(Budget.of(self.budget), name="ModelConfig.budget")
+
     def _check_authors_compat(self) -> None:
         """The authors' code supports one setting of each of these."""
         remedy = (
@@ -218,6 +237,7 @@ class ModelConfig:
             ("copies", 1),
             ("fork_reach", None),
             ("feedback", False),
+            ("scores", True),
             ("gate_qk", True),
             ("gate_v", True),
             ("gate_residual", True),
@@ -260,6 +280,15 @@ class ModelConfig:
     def is_unlimited(self, budget: BudgetLike | Budget) -> bool:
         """Whether this budget (each, if there are several) never limits the streams: every fork is kept."""
         return not self.fork_layers or all(n >= self.max_bubble * d for n, d in zip(*Budget.of(budget), strict=True))
+
+    def check_budget(self, budget: Budget, *, name: str = "budget") -> None:
+        """Raises an error for a budget that this model cannot follow."""
+        budget.check_range(self.block_size, name=name)
+        if not self.scores and not self.is_unlimited(budget):
+            raise ValueError(
+                f"{name} = {budget.shown}: without scores this model keeps all forks; "
+                f"give {self.max_bubble} or more, or none"
+            )
 
     @classmethod
     def named(cls, name: str) -> "ModelConfig":

@@ -9,7 +9,8 @@ with `own_scores` the parent's is left out.
 Candidates are ordered [fork_0, keep_0, fork_1, keep_1, …] and survivors keep this order, so a fork is directly left of
 its parent. A surviving fork starts as its parent's x plus a learned embedding; with `feedback` more is added to it
 later (feedback.py). Selection has no gradient: scores are learned through the attenuation of attention and of residual
-updates, and through the merge. With `score_noise`, training chooses by noisy scores.
+updates, and through the merge. With `score_noise`, training chooses by noisy scores. Without `scores`, all candidates
+survive, and every score is 1.
 """
 
 from typing import NamedTuple
@@ -23,7 +24,15 @@ from thoughtbubbles.model.config import OURS
 from thoughtbubbles.model.gradients import gather_with_inverse, norm_and_project
 from thoughtbubbles.model.linear import Linear
 from thoughtbubbles.model.selection import AnyRule, candidate_keys, candidate_levels, pack
-from thoughtbubbles.model.streams import Streams, at_least_float32, bubble_sizes, is_original, take
+from thoughtbubbles.model.streams import (
+    Streams,
+    accumulation_dtype,
+    at_least_float32,
+    bubble_sizes,
+    is_original,
+    slots,
+    take,
+)
 
 FLOOR = -20.0  # lower bound of one log score: a score of exp(−20) is effectively 0, and gradients stay finite
 
@@ -66,18 +75,21 @@ class ForkLayer(nn.Module):
         score_bias: int | float | None,
         score_noise: int | float = 0,
         levels: int = OURS.levels,
+        scores: bool = True,
         own_scores: bool = False,
         feedback: bool = False,
     ):
         super().__init__()
         self.levels, self.own_scores, self.score_noise = levels, own_scores, score_noise
-        self.norm = nn.LayerNorm(width)
-        self.score = ScoreHead(width, bias=score_bias)
+        self.norm = nn.LayerNorm(width) if scores else None
+        self.score = ScoreHead(width, bias=score_bias) if scores else None
         self.embedding = nn.Parameter(torch.empty(width))
         self.feedback_norm = nn.LayerNorm(width) if feedback else None
         self.feedback = Linear(width, width) if feedback else None
 
     def log_scores(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S 2"]:
+        if self.score is None:
+            return x.new_zeros(*x.shape[:2], 2, dtype=accumulation_dtype(x.dtype))
         with torch.autocast(x.device.type, enabled=False):
             return self.score(x, self.norm)
 
@@ -90,8 +102,9 @@ class ForkLayer(nn.Module):
         return self.feedback(F.layer_norm(last, norm.normalized_shape, weight, bias, norm.eps)).to(last.dtype)
 
     def forward(
-        self, streams: Streams, lengths: Int[Tensor, "B"], *, n_tokens: int, rule: AnyRule
+        self, streams: Streams, lengths: Int[Tensor, "B"], *, n_tokens: int, rule: AnyRule | None
     ) -> tuple[Streams, ForkRecord]:
+        """`rule`: None only without `scores`."""
         own = self.log_scores(streams.x)
         log_score = (own if self.own_scores else streams.log_score[..., None] + own).flatten(1)
         token = streams.token.repeat_interleave(2, dim=1)
@@ -103,25 +116,30 @@ class ForkLayer(nn.Module):
             # Never above 0, so that an original stays above all other candidates.
             ranked = log_score.detach() - self.score_noise * torch.randn_like(log_score).abs()
         level = candidate_levels(ranked, token, forced, n_tokens, levels=self.levels)
-        survives = rule.survives(candidate_keys(level), token, lengths, n_tokens)
-        n_streams = streams.token.shape[1]
-        chosen, place = pack(survives, rule.n_slots(n_streams, n_tokens))
-
-        used = chosen < 2 * n_streams
-        parent, is_fork = chosen // 2, (chosen % 2 == 0) & used  # unused slots: parent = S, past the end
-        # Each stream goes to at most two slots: one for its fork, one for itself.
-        x = gather_with_inverse(streams.x, parent, place.unflatten(1, (n_streams, 2)))
-        after = Streams(
-            x=x + torch.where(is_fork[..., None], self.embedding, 0).to(x.dtype),
-            log_score=gather_with_inverse(log_score, chosen, place[..., None]),
-            token=torch.where(used, take(streams.token, parent.clamp(max=n_streams - 1)), n_tokens),
-        )
+        if self.score is None or rule is None:  # every candidate stays in its place
+            survives, parent = token < n_tokens, slots(token) // 2
+            is_fork = (slots(token) % 2 == 0) & survives
+            x = torch.stack([streams.x + self.embedding.to(streams.x.dtype), streams.x], dim=2).flatten(1, 2)
+            after = Streams(x, log_score, token)
+        else:
+            survives = rule.survives(candidate_keys(level), token, lengths, n_tokens)
+            n_streams = streams.token.shape[1]
+            chosen, place = pack(survives, rule.n_slots(n_streams, n_tokens))
+            used = chosen < 2 * n_streams
+            parent, is_fork = chosen // 2, (chosen % 2 == 0) & used  # unused slots: parent = S, past the end
+            # Each stream goes to at most two slots: one for its fork, one for itself.
+            x = gather_with_inverse(streams.x, parent, place.unflatten(1, (n_streams, 2)))
+            after = Streams(
+                x=x + torch.where(is_fork[..., None], self.embedding, 0).to(x.dtype),
+                log_score=gather_with_inverse(log_score, chosen, place[..., None]),
+                token=torch.where(used, take(streams.token, parent.clamp(max=n_streams - 1)), n_tokens),
+            )
         record = ForkRecord(
             own_log_score=own,
             log_score=log_score,
             level=level,
             selected=survives,
-            parent=torch.where(used, parent, -1),
+            parent=torch.where(after.token < n_tokens, parent, -1),
             is_fork=is_fork,
             token=after.token,
             bubble_size=bubble_sizes(after.token, n_tokens),

@@ -104,6 +104,8 @@ def rule_of(
 ) -> Rule:
     check_choice("selection", selection, Selection)
     check_choice("budget_mode", budget_mode, BudgetMode)
+    if not config.scores and (selection or "causal") != "causal":
+        raise ValueError(f"selection = {selection!r}: without scores this model keeps all forks; leave it out")
     if (budget_mode or config.budget_mode) == "fixed" and (selection or config.selection) == "causal":
         raise ValueError(
             f"{FIXED_BUDGET} requires block selection: use budget_mode='proportional' with selection='causal'"
@@ -114,7 +116,7 @@ def rule_of(
             raise ValueError(
                 f"budget has {exact.rows} numbers for a batch of {batch} rows: give one, or one for each row"
             )
-        exact.check_range(config.block_size)
+        config.check_budget(exact)
     return Rule.of(config, budget=exact, selection=selection, budget_mode=budget_mode)  # type: ignore[arg-type]
 
 

@@ -106,6 +106,8 @@ def attenuation(
     log_score: Float[Tensor, "B S"], config: ModelConfig
 ) -> tuple[Float[Tensor, "B S"] | None, Float[Tensor, "B S"] | None, Float[Tensor, "B S"] | None, float]:
     """Key bias, value gate and update gate (None if the config disables them), and a lower bound of the key bias."""
+    if not config.scores:
+        return None, None, None, -math.inf
     score = log_score.exp()
     scale = 1 / math.sqrt(config.head_size) if config.score_scale == "head" else 1.0  # "head" is the paper's c
     return (

@@ -61,6 +61,7 @@ class Thoughtbubbles(nn.Module):
                         score_bias=config.score_bias,
                         score_noise=config.score_noise,
                         levels=config.form.levels,
+                        scores=config.scores,
                         own_scores=config.own_scores,
                         feedback=config.feedback,
                     )

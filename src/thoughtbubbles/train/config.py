@@ -225,7 +225,7 @@ class RunConfig:
             "a model without fork layers has no budget; give --budgets without values",
         )
         for budget in self.budgets:
-            Budget.of(budget, name="--budgets").check_range(self.model.block_size, name="--budgets")
+            self.model.check_budget(Budget.of(budget, name="--budgets"), name="--budgets")
         begin = self.forks_from
         _require(0 <= begin <= 1, "forks_from", begin, "give a fraction of the run between 0 and 1, such as 0.75")
         _require(
@@ -233,6 +233,9 @@ class RunConfig:
             "forks_from",
             begin,
             "a model without fork layers never forks; leave it 0",
+        )
+        _require(
+            begin == 0 or self.model.scores, "forks_from", begin, "without scores a model always forks; leave it 0"
         )
 
     def _value(self, name: str) -> Any:

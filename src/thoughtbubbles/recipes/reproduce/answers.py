@@ -111,6 +111,8 @@ def equal_latency(evidence: Evidence) -> str:
         return "Not measured yet: needs the decoding times of the rows of `long`."
     if difference(results, "r2", PLAIN) is None:
         return needs(results, (PLAIN, "r2"))
+    if not any("r2" in decode["rows"] and batch in decode["rows"]["r2"] for batch in BATCHES):
+        return "Not measured yet: needs the decoding times of `r2`."
     parts, leads = [], []
     for batch in BATCHES:
         times = {row: at[batch]["milliseconds"] for row, at in decode["rows"].items() if batch in at}

@@ -112,7 +112,7 @@ BLOCK = "block selection (the paper's), 2 streams per token"
 # settings.
 TUNED = {"plain": {"lr": 3e-3, "weight_decay": 0.1}, "r2": {"lr": 3e-3, "weight_decay": 0.1}}
 # Every fork is seen inside its bubble alone, has score 1, and predicts; originals carry state for later tokens.
-STATE: dict[str, Any] = {"fork_reach": 0, "merge": "forks", "score_bias": 60}
+STATE: dict[str, Any] = {"fork_reach": 0, "merge": "forks", "scores": False}
 EVERY = "every token forked once before block {layer}, all scores 1, private; forks predict"
 FEEDBACK = "`state-{layer}`, forks start from the last state of the previous token too"
 LONG = plain_model(n_layer=12, n_head=4, width=256)
@@ -159,7 +159,7 @@ def long() -> Protocol:
         "block": Row(what=BLOCK, model=forks(2, selection="block"), optim=forked, zero_shot=True),
         "all-forked": Row(
             what="every token forked once before block 3, all scores 1",
-            model=forks(2, layers=(3,), score_bias=60),
+            model=forks(2, layers=(3,), scores=False),
             optim=forked,
         ),
         "r4": Row(what="causal selection, 4 streams per token", model=forks(4), optim=forked),

@@ -320,7 +320,7 @@ def records_table(records: Mapping[str, Record]) -> str:
         wall = f"{record['wall_seconds']:,.0f}"
         wall += f" (resumed at step {record['resumed_at']:,})" if record.get("resumed_at") else ""
         wall += f" (skipped steps: {record['skipped_steps']:,})" if record.get("skipped_steps") else ""
-        commit, torch = record["commit"] or "unknown", record["versions"]["torch"]
+        commit, torch = (record["commit"] or "unknown")[:12], record["versions"]["torch"]
         cells = [commit, torch, record["device"], f"`{record['command']}`", wall, record["time"][:16]]
         lines.append([f"[{path}]({path})", *cells])
     if not lines:
