@@ -54,7 +54,7 @@ SIZES = 8  # prefix lengths at which decoding without a cache is timed
 
 @torch.no_grad()
 def on_cpu() -> dict[str, Any]:
-    names = {"bubbles, r = 2": "150m", "plain": "150m-plain"}
+    names = {"bubbles, r = 2": "150m-causal", "plain": "150m-plain"}
     models = {name: build(ModelConfig.named(size), "cpu") for name, size in names.items()}
     found: dict[str, Any] = {"prompt": PROMPT, "new": NEW, "models": {}}
     cached: dict[str, float] = {}
@@ -186,7 +186,7 @@ def profile(step: GraphStep, streams: float, *, repeats: int = 5) -> list[dict[s
 
 def on_gpu(rows_tried: list[int]) -> dict[str, Any]:
     found: dict[str, Any] = {"prompt": PROMPT, "new": NEW, "copy_bytes_per_second": copy_bandwidth(), "rows": {}}
-    bubbles = ModelConfig.named("1.9b")
+    bubbles = ModelConfig.named("1.9b-causal")
     configs = {
         "plain": ModelConfig.named("1.9b-plain"),
         "bubbles, r = 2": bubbles,

@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--models", nargs="+", default=["150m", "150m-plain", "150m-paper"])
+    parser.add_argument("--models", nargs="+", default=["150m-causal", "150m-plain", "150m-paper"])
     parser.add_argument("--limit", type=int, help="maximum number of documents per benchmark")
     parser.add_argument("--answers-at-once", type=int, default=256)
     parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")

@@ -18,8 +18,8 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
 CASES: list[tuple[str, dict[str, Any], int]] = [
     ("150m-plain", {}, 64),
     ("150m-copy-3", {}, 16),
-    ("150m", {}, 64),
-    ("150m", {"merge": "residual", "budget": 4}, 32),
+    ("150m-causal", {}, 64),
+    ("150m-causal", {"merge": "residual", "budget": 4}, 32),
 ]
 
 

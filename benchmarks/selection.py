@@ -82,7 +82,7 @@ def main() -> None:
         raise SystemExit("the parallel rule and the loop disagree")
 
     torch.manual_seed(0)
-    model = Thoughtbubbles(ModelConfig.named("150m")).to(device).eval()
+    model = Thoughtbubbles(ModelConfig.named("150m-causal")).to(device).eval()
     ids = torch.randint(50257, (rows, TOKENS), device=device)
     maybe: Any = torch.compile if args.compile else (lambda function: function)
 

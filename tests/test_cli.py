@@ -90,17 +90,22 @@ def test_inspect(show):
     assert "block, r = 2" in show("inspect", "nano-paper")
     assert "causal, r = 2, reach 0" in show("inspect", "nano", "--reach", "0")
     assert "r = " not in show("inspect", "nano-plain")
+    of_all = show("inspect", "nano")
+    assert all(label in of_all for label in ("plain, head gate", "causal, r = 2", "causal, r = 4", "feedback, reach 4"))
 
 
 def test_inspect_shows_the_bytes_of_the_kv_cache(show):
     shown = show("inspect", "nano", "--rows", "3", "--tokens", "20", "--budgets", "1.5", "--copies", "3")
     told = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) bytes", shown)]
     found = []
-    for config in (named("nano-plain"), named("nano-copy-3"), named("nano", budget=1.5)):
+    forms = (named(f"nano-{form}", budget=1.5) for form in ("plain", "gate", "copy-3", "causal"))
+    for config in (*forms, named("nano")):
         model = Thoughtbubbles(config).to(torch.bfloat16)
         _, cache = prefill(model, torch.ones(3, 5, dtype=torch.int64), capacity=20)
         kept = [part for span in cache.spans for part in span if isinstance(part, torch.Tensor)]
-        found.append(sum(tensor.nbytes for tensor in [*kept, cache.n_tokens, cache.numerator, cache.denominator]))
+        kept += [cache.n_tokens, cache.numerator, cache.denominator]
+        kept += [] if cache.last is None else [cache.last]
+        found.append(sum(tensor.nbytes for tensor in kept))
     assert told == found
 
 
@@ -161,7 +166,7 @@ def test_a_mistake_is_one_line_on_standard_error():
 
 
 def test_inspect_a_folder(tmp_path, capsys):
-    config = named("nano", budget=9, fork_layers=(1, 3))
+    config = named("nano-causal", budget=9, fork_layers=(1, 3))
     folder = save_model(tmp_path / "run" / "step-00000002" / "model", Thoughtbubbles(config))
     for path in (folder, folder.parent, tmp_path / "run"):
         main(["inspect", str(path)])
@@ -185,7 +190,7 @@ def test_the_list_of_recipes(show):
     shown = show("train", "--list")
     for expected in (
         "small-gpt2",
-        "7,630,080",
+        "7,648,792",
         "scaling suite",
         "150m-r2",
         "--model.selection block",

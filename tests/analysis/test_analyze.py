@@ -467,6 +467,23 @@ def test_the_command_writes_figures_numbers_and_a_report(checkpoint, plain, tmp_
 
 
 @pytest.mark.slow
+def test_a_model_that_keeps_all_forks(tmp_path, capsys):
+    """There is no choice to look at; attention, the future and leaks are."""
+    forms = {"fork_layers": (1,), "fork_reach": 3, "feedback": True, "scores": False, "merge": "forks"}
+    model = lively_model(small_config(vocab_size=257, block_size=24, **forms)).float()
+    folder, out = save_model(tmp_path / "all", model, tokenizer=BYTES), tmp_path / "out"
+    words = ["analyze", "--checkpoint", str(folder), "--out", str(out), "--windows", "2", "--device", "cpu"]
+    with pytest.raises(SystemExit, match="--budgets: budget = 1: without scores this model keeps all forks"):
+        main([*words, "--budgets", "1"])
+    main(words)
+    assert {each.stem for each in out.glob("*.svg")} == {"attention", "future", "leak-audit"}
+    leak = json.loads((out / "leak-audit.json").read_text())
+    assert list(leak["rules"]) == ["causal"]
+    assert leak["rules"]["causal"]["total"]["largest_any"] == 0
+    assert "every token forks" in (out / "report.html").read_text()
+
+
+@pytest.mark.slow
 def test_block_selection_is_scored_from_every_prefix(tmp_path, monkeypatch):
     config = small_config(vocab_size=257, block_size=12, selection="block")
     folder = save_model(tmp_path / "block", lively_model(config).float(), tokenizer=BYTES)

@@ -38,7 +38,7 @@ def trained(tmp_path_factory, corpus) -> dict[str, Path]:
     """Runs of a few steps: causal selection, the paper's block selection, and plain."""
     torch.set_num_threads(1)
     folders = {}
-    for name in ("tiny", "tiny-block", "tiny-plain"):
+    for name in ("tiny-causal", "tiny-block", "tiny-plain"):
         base = tiny(name)
         forks = base.model.fork_layers and (1, 2)
         small = replace(base.model, n_layer=3, width=32, block_size=12, fork_layers=forks)
@@ -107,11 +107,11 @@ def test_the_command(trained, corpus, tmp_path, capsys):
 
 
 def test_a_causal_model_and_its_run(trained, corpus, capsys):
-    results = evaluate(trained["tiny"], corpus, dtype="float64")
+    results = evaluate(trained["tiny-causal"], corpus, dtype="float64")
     found = results["tasks"]["perplexity"]
     assert list(found["ways"]) == ["blockwise", "autoregressive"]
     assert found["differences"]["autoregressive - blockwise"]["largest"] < SAME_ROW
-    (written,) = trained["tiny"].glob("eval/step-*/*/results.json")
+    (written,) = trained["tiny-causal"].glob("eval/step-*/*/results.json")
     assert written.parent.name == results["name"]
     assert results["name"].startswith("perplexity-corpus-val-windows8-float64-")
     shown = capsys.readouterr().out
@@ -120,7 +120,7 @@ def test_a_causal_model_and_its_run(trained, corpus, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny", "tiny-block", "tiny-plain"])
+@pytest.mark.parametrize("name", ["tiny-causal", "tiny-block", "tiny-plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bfloat16_stays_close(trained, corpus, tmp_path, name, dtype):
     wide = evaluate(trained[name], corpus, windows=2, dtype="float64", out=tmp_path / "wide")
@@ -137,9 +137,9 @@ def test_a_plain_model_has_no_budget(trained, corpus, tmp_path, capsys):
 
 
 def test_windows_are_spread_over_the_split_and_all_of_it_is_there_when_asked_for(trained, corpus):
-    config, tokenizer = load(trained["tiny"]).config, load_tokenizer(trained["tiny"])
+    config, tokenizer = load(trained["tiny-causal"]).config, load_tokenizer(trained["tiny-causal"])
     validation = ValidationSet([Source(corpus)], rows=1, n_tokens=12)
-    settings = Evaluation(checkpoint=trained["tiny"], data=corpus, windows=4)
+    settings = Evaluation(checkpoint=trained["tiny-causal"], data=corpus, windows=4)
     few = windows_for(settings, config, tokenizer)
     rows = [i * len(validation) // 4 for i in range(4)]
     assert few.ids.tolist() == [validation[i].ids[0].tolist() for i in rows]
@@ -163,7 +163,7 @@ def test_the_figure_comes_from_the_file(tmp_path):
 
 
 def test_mistakes(trained, corpus, tmp_path, capsys):
-    checkpoint, text = str(trained["tiny"]), tmp_path / "some.txt"
+    checkpoint, text = str(trained["tiny-causal"]), tmp_path / "some.txt"
     text.write_text("some text")
     other = tmp_path / "other"
     main(["prepare", str(text), "--out", str(other), "--val-fraction", "0.0", "--tokenizer", "gpt2"])

@@ -104,7 +104,7 @@ def runs(folder: Path) -> Sequence[FileBase]:
 
     write_synthetic(folder / "corpus", n_tokens=2000, seed=0)
     config = replace(
-        recipe("tiny"),
+        recipe("tiny-causal"),
         model=SMALL,
         tokens=64,
         tokens_per_step=32,

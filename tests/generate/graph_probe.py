@@ -41,7 +41,7 @@ def parts(**changes: Any) -> dict[str, Any]:
 def gpu_model(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Thoughtbubbles:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        return Thoughtbubbles(named("150m", **{"n_layer": 12, **changes})).to(dtype).eval()
+        return Thoughtbubbles(named("150m-causal", **{"n_layer": 12, **changes})).to(dtype).eval()
 
 
 def graph() -> dict[str, Any]:

@@ -271,7 +271,7 @@ CONFIGS = {
     "first": small_config(fork_layers=(0, 2), merge="residual"),
     "plain": small_config(fork_layers=()),
     "copies": small_config(fork_layers=(), copies=3, merge="original"),
-    "nano": named("nano", budget=1.15),
+    "nano": named("nano-causal", budget=1.15),
     "without scores": small_config(scores=False, budget=8),
 }
 

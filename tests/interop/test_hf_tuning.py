@@ -132,7 +132,7 @@ def test_every_accepted_form_of_gradient_checkpointing_has_all_gradients(tmp_pat
     ids=str,
 )
 def test_forms_of_gradient_checkpointing_that_are_refused(options, message):
-    model = ThoughtbubblesForCausalLM(ThoughtbubblesConfig.of(ModelConfig.named("nano")))
+    model = ThoughtbubblesForCausalLM(ThoughtbubblesConfig.of(ModelConfig.named("nano-causal")))
     with pytest.raises(ValueError, match=message):
         model.gradient_checkpointing_enable(options)
     assert not model.is_gradient_checkpointing

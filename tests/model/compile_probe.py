@@ -15,20 +15,19 @@ from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 # As few blocks as have everything: compilers take their time for each.
-FEEDBACK = {"fork_layers": (0,), "fork_reach": 3, "merge": "forks", "feedback": True, "scores": False}
 FORMS: dict[str, dict[str, Any]] = {
-    "nano": {"n_layer": 2, "fork_layers": (0, 1)},
+    "nano": {"n_layer": 2},
+    "nano-causal": {"n_layer": 2, "fork_layers": (0, 1)},
     "nano-paper": {"n_layer": 2, "fork_layers": (1,), "merge": "residual"},
     "nano-copy-3": {"n_layer": 2},
-    "nano-plain": {"n_layer": 2, "head_gate": True},
-    "nano-feedback": {"n_layer": 2, **FEEDBACK},
+    "nano-gate": {"n_layer": 2},
 }
 
 
 def make(form: str) -> tuple[Thoughtbubbles, torch.Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Thoughtbubbles(named(form.removesuffix("-feedback"), **FORMS[form]))
+    model = Thoughtbubbles(named(form, **FORMS[form]))
     return model, torch.randint(model.config.vocab_size, (2, 32))
 
 
@@ -47,7 +46,7 @@ def same_numbers(backend: str) -> None:
 
 
 def every_way_to_call() -> None:
-    model, ids = make("nano")
+    model, ids = make("nano-causal")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     lengths = torch.tensor([32, 7])
     calls = [
@@ -64,7 +63,7 @@ def every_way_to_call() -> None:
 
 
 def autocast() -> None:
-    model, ids = make("nano")
+    model, ids = make("nano-causal")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16):
         a, b = (run(ids, targets=ids).loss for run in (model, compiled))
@@ -73,7 +72,7 @@ def autocast() -> None:
 
 def no_new_graph() -> None:
     """Other tokens, other weights, other decisions: the shapes are the same, so the graph is too."""
-    model, _ = make("nano")
+    model, _ = make("nano-causal")
     graphs = []
 
     def count(graph: torch.fx.GraphModule, _: object) -> Any:

@@ -25,18 +25,18 @@ def count(config: ModelConfig) -> int:
 @pytest.mark.parametrize("size", PARAMETERS)
 def test_paper_sizes(size):
     layers, heads, width, plain, forked = PARAMETERS[size]
-    ours, paper = ModelConfig.named(size), ModelConfig.named(f"{size}-paper")
+    ours, paper = (ModelConfig.named(f"{size}-{form}") for form in ("causal", "paper"))
     assert (ours.n_layer, ours.n_head, ours.width) == (layers, heads, width)
     assert (ours.vocab_size, ours.block_size, ours.fork_layers, ours.budget) == (50304, 512, (3, 7, 11), 2)
     assert ours.merge == ("residual" if size == "1.9b" else "mixture")
     assert (ours.selection, paper.selection) == ("causal", "block")
-    assert named(size, selection="block") == paper, "the selection is all that differs"
+    assert named(f"{size}-causal", selection="block") == paper, "the selection is all that differs"
     assert count(ours) == count(paper) == forked
     assert count(ModelConfig.named(f"{size}-plain")) == count(ModelConfig.named(f"{size}-copy-3")) == plain
 
 
 def test_a_score_bias_adds_two_parameters_per_fork_layer():
-    assert count(named("150m", score_bias=2.0)) - count(ModelConfig.named("150m")) == 6
+    assert count(named("150m-causal", score_bias=2.0)) - count(ModelConfig.named("150m-causal")) == 6
 
 
 def test_without_scores_there_is_no_score_head():
@@ -53,9 +53,9 @@ def test_a_head_gate_adds_a_row_and_a_bias_per_head():
 def test_forms_and_changes():
     assert ModelConfig.named("tiny-copy-5").copies == 5
     assert ModelConfig.named("tiny-plain").fork_layers == ()
-    assert named("150m", budget=4, merge="residual").budget == 4
+    assert named("150m-causal", budget=4, merge="residual").budget == 4
     assert every_fourth_layer(36) == (3, 7, 11, 15, 19, 23, 27, 31, 35)
-    assert ModelConfig.named("nano").max_bubble == 8
+    assert ModelConfig.named("nano-causal").max_bubble == 8
 
 
 @pytest.mark.parametrize("name", ["gigantic", "150m-huge", "150m-copy-", "150m-copy-x", ""])

@@ -14,10 +14,10 @@ from thoughtbubbles.model.transformer import Thoughtbubbles
     ("name", "changes", "rows", "teraflops"),
     [
         ("150m-plain", {}, 64, 31.1),
-        ("150m", {"merge": "residual"}, 64, 52.2),
-        ("150m", {"merge": "residual", "budget": 4}, 64, 85.6),
+        ("150m-causal", {"merge": "residual"}, 64, 52.2),
+        ("150m-causal", {"merge": "residual", "budget": 4}, 64, 85.6),
         ("1.9b-plain", {}, 8, 48.0),
-        ("1.9b", {}, 8, 91.4),
+        ("1.9b-causal", {}, 8, 91.4),
     ],
 )
 def test_flops(name, changes, rows, teraflops):
@@ -25,7 +25,7 @@ def test_flops(name, changes, rows, teraflops):
 
 
 def test_a_mixture_decodes_every_stream():
-    mixture, residual = (cost(named("150m", merge=merge)) for merge in ("mixture", "residual"))
+    mixture, residual = (cost(named("150m-causal", merge=merge)) for merge in ("mixture", "residual"))
     assert (mixture.decoded, residual.decoded) == (1024, 512)
     assert mixture.flops - residual.flops == 6 * 768 * 50304 * 512
     assert mixture.forward_per_token + mixture.backward_per_token == pytest.approx(mixture.flops / 512)
@@ -44,18 +44,18 @@ def test_pairs_with_a_reach_are_those_that_are_visible(reach):
 
 def test_a_reach_costs_less():
     plain, private, near, all_see = (
-        cost(named("150m", merge="residual", **form)).flops
+        cost(named("150m-causal", merge="residual", **form)).flops
         for form in ({"fork_layers": ()}, {"fork_reach": 0}, {"fork_reach": 64}, {})
     )
     assert plain < private < near < all_see
-    assert cost(named("150m", merge="residual", fork_reach=511)).flops == all_see
+    assert cost(named("150m-causal", merge="residual", fork_reach=511)).flops == all_see
     assert all_see - private == pytest.approx(13 * 6 * 768 * 1024 * 512 * 511 / 513)
 
 
 def test_feedback_costs_a_projection():
     """Of each token's last state, with a norm before it. Originals see no forks: not even their own."""
     without, feedback = (
-        cost(named("150m", merge="forks", fork_layers=(3,), fork_reach=0, feedback=on)) for on in (False, True)
+        cost(named("150m-causal", merge="forks", fork_layers=(3,), fork_reach=0, feedback=on)) for on in (False, True)
     )
     unseen = 12 * 768 * 13 * 512 * 512 / 513  # pairs are counted as if forks were spread evenly
     assert feedback.flops - without.flops == pytest.approx(6 * 768**2 * 512 - unseen, rel=1e-9)
@@ -72,7 +72,7 @@ def test_modern_blocks_cost_as_much():
 
 @pytest.mark.parametrize("form", [{"fork_layers": (), "merge": "original"}, {"budget": 1.5}])
 def test_gates_of_heads_cost_a_product_per_stream(form):
-    plain, gated = (cost(named("150m", head_gate=on, **form)) for on in (False, True))
+    plain, gated = (cost(named("150m-causal", head_gate=on, **form)) for on in (False, True))
     assert gated.flops - plain.flops == 6 * 768 * 12 * sum(plain.streams)
     assert gated.parameters - plain.parameters == 16 * 12 * (768 + 1)
 
@@ -95,8 +95,8 @@ def test_streams_are_those_of_the_model(changes):
     "config",
     [
         *map(ModelConfig.named, ("nano", "nano-plain", "nano-paper")),
-        named("nano", head_gate=True),
-        named("nano", fork_layers=(1,), fork_reach=0, feedback=True),
+        named("nano-causal", head_gate=True),
+        named("nano-causal", fork_layers=(1,), fork_reach=0, feedback=True),
     ],
     ids=["nano", "nano-plain", "nano-paper", "head gate", "feedback"],
 )

@@ -22,7 +22,7 @@ def same(a, b):
 
 
 def test_every_tensor_is_as_the_table_says():
-    config = named("tiny", width=256, score_bias=1.5, head_gate=True)
+    config = named("tiny-causal", width=256, score_bias=1.5, head_gate=True)
     into_residual = 0.02 / math.sqrt(2 * config.n_layer)
     for name, value in build(config).items():
         if name.endswith("score.bias"):
@@ -55,7 +55,7 @@ def test_a_large_tensor_is_normal_in_every_piece():
 
 
 def test_init_weights_leaves_no_tensor_out():
-    config = named("tiny", score_bias=1.5, head_gate=True)
+    config = named("tiny-causal", score_bias=1.5, head_gate=True)
     with torch.device("meta"):
         model = Thoughtbubbles(config)
     model.to_empty(device="cpu")
@@ -80,7 +80,7 @@ def test_the_seed_decides():
 
 
 def test_tensors_differ_from_each_other():
-    state = build(named("tiny"))
+    state = build(named("tiny-causal"))
     first = {tuple((value.view(-1)[:4] / value.std()).tolist()) for value in state.values() if value.std() > 0}
     assert len(first) == sum(bool(value.std() > 0) for value in state.values())
 
@@ -148,9 +148,9 @@ def test_without_storage_there_is_no_work():
     before = torch.get_rng_state()
     began = time.process_time()
     with torch.device("meta"):
-        meta = Thoughtbubbles(named("1.9b"))
+        meta = Thoughtbubbles(named("1.9b-causal"))
     with FakeTensorMode():
-        fake = Thoughtbubbles(named("1.9b"))
+        fake = Thoughtbubbles(named("1.9b-causal"))
     assert time.process_time() - began < 3  # drawing them takes tens of seconds, and eight gigabytes
     assert all(parameter.is_meta for parameter in meta.parameters())
     for model in (meta, fake):
@@ -161,7 +161,7 @@ def test_without_storage_there_is_no_work():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_has_the_same_numbers():
-    config = named("tiny", vocab_size=50_304)  # the embedding is of more than one piece
+    config = named("tiny-causal", vocab_size=50_304)  # the embedding is of more than one piece
     torch.manual_seed(0)
     with torch.device("cuda"):
         theirs = Thoughtbubbles(config).state_dict()

@@ -25,7 +25,7 @@ def test_scores_do_not_round_under_autocast():
 
 
 def test_state_is_float32_under_autocast_and_in_a_bfloat16_model():
-    config = ModelConfig.named("nano")
+    config = ModelConfig.named("nano-causal")
     ids = random_ids(config, 2, 32)
     model = Thoughtbubbles(config)
     with torch.autocast("cpu", torch.bfloat16):
@@ -39,7 +39,7 @@ def test_state_is_float32_under_autocast_and_in_a_bfloat16_model():
 
 
 def test_modern_blocks_in_bfloat16():
-    config = named("nano", block="modern", fork_layers=())
+    config = named("nano-causal", block="modern", fork_layers=())
     torch.manual_seed(0)
     model, ids = Thoughtbubbles(config), random_ids(config, 2, 32)
     exact = model(ids, targets=ids.roll(-1, 1)).loss
@@ -56,7 +56,7 @@ def test_modern_blocks_in_bfloat16():
 
 @pytest.mark.parametrize("merge", ["mixture", "residual", "original"])
 def test_bfloat16_is_close_and_learns(merge):
-    config = named("nano", merge=merge)
+    config = named("nano-causal", merge=merge)
     torch.manual_seed(0)
     model = Thoughtbubbles(config)
     ids = random_ids(config, 4, 32)

@@ -131,7 +131,7 @@ def test_forks_at_the_start_are_attenuated_from_there_only():
 )
 def test_a_tiny_model_overfits_one_batch(merge, selection):
     torch.manual_seed(0)
-    config = named("nano", width=32, merge=merge, selection=selection)
+    config = named("nano-causal", width=32, merge=merge, selection=selection)
     model = Thoughtbubbles(config)
     ids = torch.randint(config.vocab_size, (2, 17))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
@@ -147,7 +147,7 @@ def test_a_tiny_model_overfits_one_batch(merge, selection):
 
 def test_feedback_learns():
     """Of forks that start from the previous token's last state, everything that makes up this start."""
-    config = named("nano", fork_layers=(1,), fork_reach=0, feedback=True, merge="forks")
+    config = named("nano-causal", fork_layers=(1,), fork_reach=0, feedback=True, merge="forks")
     torch.manual_seed(0)
     model, ids = Thoughtbubbles(config), random_ids(config, 4, 32)
     model(ids, targets=ids.roll(-1, 1)).loss.backward()
@@ -193,7 +193,7 @@ def test_attention_of_forks_after_originals():
 @pytest.mark.parametrize("merge", MERGES)
 @pytest.mark.parametrize("selection", ["block", "causal"])
 def test_every_score_head_and_fork_embedding_learns(merge, selection):
-    config = named("nano", merge=merge, selection=selection)
+    config = named("nano-causal", merge=merge, selection=selection)
     torch.manual_seed(0)
     model = Thoughtbubbles(config)
     ids = torch.randint(config.vocab_size, (4, 32))

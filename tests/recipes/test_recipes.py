@@ -68,9 +68,9 @@ def test_the_corpus_and_the_rule_are_options(corpus, capsys, tmp_path):
     assert found == json.loads(json.dumps(expected))
 
 
-def test_about_25_names_and_two_for_each_task():
-    assert 20 <= len(RECIPES) - 2 * len(TASKS) <= 30
-    assert len({recipe.group for recipe in RECIPES.values()}) == 6
+def test_about_35_names_and_two_for_each_task():
+    assert 30 <= len(RECIPES) - 2 * len(TASKS) <= 40
+    assert len({recipe.group for recipe in RECIPES.values()}) == 7
     for name in TASKS:
         bubbles, plain = recipe(f"task:{name}"), recipe(f"task:{name}-plain")
         assert plain == replace(
@@ -126,7 +126,7 @@ def test_flops_as_counted_everywhere():
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_a_dry_run_has_rows_for_every_rank(ranks, monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    small = reduced(recipe("tiny"), tmp_path)
+    small = reduced(recipe("tiny-causal"), tmp_path)
     assert small.rows % (ranks * small.compute.micro_batch_size) == 0
     assert small.steps == 1
 

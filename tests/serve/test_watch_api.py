@@ -56,6 +56,18 @@ def test_models(client, served):
     assert (plain["budget"], plain["max_budget"], plain["selection"], plain["selections"]) == (None, None, None, [])
 
 
+def test_a_model_that_keeps_all_forks_has_nothing_to_choose():
+    forms = {"fork_layers": (1,), "fork_reach": 2, "feedback": True, "scores": False}
+    client = TestClient(create_app([small("all", **forms)]), base_url=HOST)
+    found = client.get("/api/models").json()["models"][0]
+    assert (found["fork_layers"], found["budget"], found["max_budget"], found["selections"]) == ([1], None, None, [])
+    traced = client.post("/api/trace", json={"text": "some text"}).json()
+    assert [len(token["streams"]) for token in traced["tokens"]] == [2] * 9
+    refused = client.post("/api/trace", json={"text": "some text", "budget": 1})
+    assert refused.status_code == 422
+    assert "without scores this model keeps all forks" in refused.text
+
+
 @pytest.mark.parametrize("settings", [{}, {"budget": 1.5}, {"budget": 8, "selection": "block"}, {"model": "plain"}])
 def test_a_trace_is_that_of_the_library(client, served, settings):
     text = "naïve\t€ <b>\n"

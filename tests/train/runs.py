@@ -21,16 +21,16 @@ TIMES = {"tokens_per_second", "tflops_per_device", "mfu", "peak_memory_GiB"}  # 
 
 
 def tiny(form: str) -> RunConfig:
-    """A tiny recipe; tiny-block is tiny with the paper's selection rule."""
+    """A tiny recipe; tiny-block is tiny-causal with the paper's selection rule."""
     if form != "tiny-block":
         return recipe(form)
-    config = recipe("tiny")
+    config = recipe("tiny-causal")
     return replace(config, model=replace(config.model, selection="block"))
 
 
 def small_run(out: Path, *, steps: int = 8, **changes: Any) -> RunConfig:
-    """The tiny recipe in small: 4 layers, 2 fork layers, 8 rows of 32 tokens. `optim_lr=…` changes a nested field."""
-    base = recipe("tiny")
+    """`tiny-causal` in small: 4 layers, 2 fork layers, 8 rows of 32 tokens. `optim_lr=…` changes a nested field."""
+    base = recipe("tiny-causal")
     corpus = small_corpus(out)
     model = replace(base.model, n_layer=4, width=32, block_size=32)
     run = replace(base, out=out, model=model, tokens=steps * 8 * 32, tokens_per_step=8 * 32)
@@ -74,7 +74,7 @@ def uneven_examples(folder: Path) -> Path:
 def small_train(out: Path, *more: str) -> list[str]:
     """`small_run` as a command."""
     return [
-        *("train", "tiny", "--out", str(out), "--data.mixture", str(small_corpus(out)), "--tokens", "2048"),
+        *("train", "tiny-causal", "--out", str(out), "--data.mixture", str(small_corpus(out)), "--tokens", "2048"),
         *("--tokens-per-step", "256", "--model.n-layer", "4", "--model.width", "32", "--model.block-size", "32"),
         *("--save.every", "3", "--eval.every", "4", "--eval.tokens", "1024", "--eval.sample-tokens", "3"),
         *("--log.every", "2", *more),

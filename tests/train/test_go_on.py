@@ -69,7 +69,7 @@ def test_a_run_without_a_checkpoint_starts_from_its_folder(once, tmp_path):
         (("--resume", "RUN", "--optim.lr", "1e-3"), "optim.lr was 0.003, is 0.001"),
         (("--resume", "RUN", "--tokens", "1e4"), "tokens was 2048, is 10000.*cosine.*--init-from"),
         (("--resume", "RUN", "--out", "elsewhere"), "a run is resumed in its own folder"),
-        (("tiny", "--resume", "RUN"), "give the folder alone"),
+        (("tiny-causal", "--resume", "RUN"), "give the folder alone"),
         (("--tokens", "5"), "a recipe comes first, or --resume DIR"),
         (("--resume",), "a recipe comes first, or --resume DIR"),
         (("--resume", "nowhere"), "--resume nowhere: contains no run.json"),
@@ -178,7 +178,7 @@ def test_wsd_may_begin_its_decay_sooner(tmp_path):
 def test_a_new_run_takes_the_shape_of_the_model_it_starts_from(once, tmp_path):
     """The recipe's own model has 6 layers of width 128."""
     small = ("--tokens", "512", "--tokens-per-step", "256", "--eval.sample-tokens", "0", "--eval.tokens", "512")
-    begin = ("train", "tiny", "--init-from", once, "--data.mixture", once.parent / "corpus", *small)
+    begin = ("train", "tiny-causal", "--init-from", once, "--data.mixture", once.parent / "corpus", *small)
     assert command(*begin, "--out", tmp_path / "a") == 0
     assert thoughtbubbles.load(tmp_path / "a").config == thoughtbubbles.load(once).config
     assert command(*begin, "--out", tmp_path / "b", "--model.fork-layers", 1, 2, 3, "--model.budget", 3) == 0
@@ -187,13 +187,22 @@ def test_a_new_run_takes_the_shape_of_the_model_it_starts_from(once, tmp_path):
     assert "does not fit the model" in str(command(*begin, "--out", tmp_path / "c", "--model.width", 64))
     shutil.rmtree(tmp_path / "a" / "step-00000002")
     gone = [word if word != once else tmp_path / "a" for word in begin]
-    assert "nowhere does not exist" in str(command("train", "tiny", "--init-from", "nowhere"))
+    assert "nowhere does not exist" in str(command("train", "tiny-causal", "--init-from", "nowhere"))
     assert "has no config.json" in str(command(*gone, "--out", tmp_path / "d"))
 
 
 def test_a_resumed_run_does_not_need_the_model_it_started_from(once, tmp_path):
     start = save_model(tmp_path / "start", thoughtbubbles.load(once))
-    words = ("train", "tiny", "--init-from", start, "--out", tmp_path / "run", "--data.mixture", once.parent / "corpus")
+    words = (
+        "train",
+        "tiny-causal",
+        "--init-from",
+        start,
+        "--out",
+        tmp_path / "run",
+        "--data.mixture",
+        once.parent / "corpus",
+    )
     small = ("--tokens", "512", "--tokens-per-step", "256", "--eval.sample-tokens", "0", "--eval.tokens", "512")
     assert command(*words, *small) == 0
     shutil.rmtree(start)
@@ -202,27 +211,27 @@ def test_a_resumed_run_does_not_need_the_model_it_started_from(once, tmp_path):
 
 
 def test_the_shape_is_not_taken_from_a_run_of_another_name(once, tmp_path, monkeypatch):
-    """`runs/tiny` is not the run that is resumed here."""
+    """`runs/tiny-causal` is not the run that is resumed here."""
     monkeypatch.chdir(tmp_path)
     small = ("--tokens", "512", "--tokens-per-step", "256", "--eval.sample-tokens", "0", "--eval.tokens", "512")
     data = ("--data.mixture", once.parent / "corpus")
-    begin = ("train", "tiny", "--init-from", once, *data, *small, "--resume")
+    begin = ("train", "tiny-causal", "--init-from", once, *data, *small, "--resume")
     other = ("--model.budget", 1, "--model.selection", "block")
     assert command(*begin, *other) == 0
-    assert thoughtbubbles.load("runs/tiny").config.budget == 1
+    assert thoughtbubbles.load("runs/tiny-causal").config.budget == 1
     assert command(*begin, "--name", "foo") == 0
     assert thoughtbubbles.load("runs/foo").config == thoughtbubbles.load(once).config
 
 
 def test_fresh_weights_where_a_recipe_would_start_from_others(once, tmp_path):
     """`None` stands for an optional field that is not given."""
-    words = ("train", "tiny", "--init-from", "None", "--data.mixture", once.parent / "corpus", "--dry-run")
+    words = ("train", "tiny-causal", "--init-from", "None", "--data.mixture", once.parent / "corpus", "--dry-run")
     assert command(*words, "--out", tmp_path / "run") == 0
 
 
 def test_a_refused_resume_writes_nothing(run):
     before = sorted(path.relative_to(run) for path in run.rglob("*"))
-    assert "belongs to another run" in str(command("train", "tiny", "--out", run, "--resume"))
+    assert "belongs to another run" in str(command("train", "tiny-causal", "--out", run, "--resume"))
     assert sorted(path.relative_to(run) for path in run.rglob("*")) == before
 
 

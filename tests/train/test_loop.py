@@ -396,7 +396,8 @@ def test_a_service_that_cannot_be_reached_is_not_a_file_that_cannot_be_written(t
 
 
 def test_tiny_is_a_size_with_room_for_bytes():
-    assert recipe("tiny").model == named("tiny", vocab_size=384)
+    for name in ("tiny", "tiny-causal", "tiny-plain", "tiny-gate"):
+        assert recipe(name).model == named(name, vocab_size=384)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from thoughtbubbles.train.precision import MixedPrecision
 
 
 def make(precision: str = "bf16", **options) -> tuple[Thoughtbubbles, MixedPrecision, list[Linear]]:
-    model = Thoughtbubbles(named("nano", head_gate=True))
+    model = Thoughtbubbles(named("nano-causal", head_gate=True))
     linears = [m for m in model.modules() if isinstance(m, Linear)]
     assert len(linears) == 5 * model.config.n_layer, "qkv, out, gate, up, down"
     return model, MixedPrecision(model, precision, device="cpu", **options), linears

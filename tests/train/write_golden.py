@@ -11,7 +11,7 @@ from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.loop import train
 from train.runs import losses, tiny
 
-FORMS = ("tiny", "tiny-block", "tiny-plain")
+FORMS = ("tiny", "tiny-gate", "tiny-causal", "tiny-block", "tiny-plain")
 
 
 def golden_run(form: str, folder: Path) -> RunConfig:

@@ -38,6 +38,7 @@ from thoughtbubbles.provenance import device_name, provenance
 
 INDEX, REPORT = "analysis.json", "report.html"
 STORIES = 3
+NO_CHOICE = "every token forks (so there are no figures of where it forks, of scores and of budgets)"
 
 
 def analyze(
@@ -148,7 +149,8 @@ def chosen_budgets(model: Thoughtbubbles, budgets: tuple[str, ...]) -> list[str]
     if not budgets:
         return dial.default_budgets(model.config)
     exact = {Fraction(each): each for each in (*budgets, str(model.config.budget))}
-    exact[Fraction(1)] = "1"
+    if model.config.scores:
+        exact[Fraction(1)] = "1"
     return [exact[key] for key in sorted(exact)]
 
 
@@ -198,10 +200,10 @@ def about(job: Job, device: torch.device) -> dict[str, Any]:
     config, made = job.model.config, provenance()
     parameters = sum(weight.numel() for weight in job.model.parameters())
     own = " (little text: give --data for firmer numbers)" if job.sample.is_own else ""
+    rule = f"budget {config.budget}, {config.selection} selection" if config.scores else NO_CHOICE
     table = {
         "model": f"{job.folder.name}, {parameters / 1e6:.1f}M parameters: {config.n_layer} blocks of width "
-        f"{config.width}, fork layers {', '.join(map(str, config.fork_layers))}, budget {config.budget}, "
-        f"{config.selection} selection, {config.merge} merge"
+        f"{config.width}, fork layers {', '.join(map(str, config.fork_layers))}, {rule}, {config.merge} merge"
         + ("" if config.fork_reach is None else f", forks reach {config.fork_reach} tokens")
         + ", feedback" * config.feedback,
         "text": f"{job.sample.name}, {job.sample.n_tokens:,} tokens{own}",

@@ -23,7 +23,12 @@ GROUPS = ("all tokens", "hardest tenth at budget 1", "hardest tenth on average")
 
 
 def default_budgets(config: ModelConfig) -> list[str]:
-    """1, 1.25, 1.5, 2, 3, 4, 6, 8 … up to the most streams that a token can have, and the model's own."""
+    """1, 1.25, 1.5, 2, 3, 4, 6, 8 … up to the most streams that a token can have, and the model's own.
+
+    Without scores, its own alone: such a model has no smaller ones.
+    """
+    if not config.scores:
+        return [str(config.budget)]
     found, step = {Fraction(1), Fraction(5, 4), Fraction(3, 2)}, 2
     while step <= config.max_bubble:
         found |= {Fraction(step), Fraction(3 * step, 2)}

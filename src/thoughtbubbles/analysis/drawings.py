@@ -149,7 +149,7 @@ def leaks(numbers: Numbers) -> Any:
     """By distance to the change: how often predictions move, and how much; 0 has its place on the log axis."""
     drawing, axes = panels(1, 2, height=3.9, width=9.0)
     left, right = axes[0]
-    for (rule, found), colour, marker in zip(numbers["rules"].items(), (BLUE, RED), ("o", "s"), strict=True):
+    for (rule, found), colour, marker in zip(numbers["rules"].items(), (BLUE, RED), ("o", "s"), strict=False):
         parts, total = found["by_distance"], found["total"]
         moved = f"{total['moved']:,}" if total["moved"] else "none"
         name = f"{rule} selection: moved in {moved} of {total['comparisons']:,} comparisons"

@@ -72,6 +72,12 @@ class Job:
 
 
 def all_figures(job: Job) -> Iterator[Figure]:
+    if not job.model.config.scores:  # every token forks: there is no choice to look at, and no smaller budget
+        yield attention_figure(job)
+        yield future_figure(job)
+        if has_later_tokens(job):
+            yield leak_figure(job)
+        return
     yield along_text(job)
     yield from along_stories(job)
     yield kind_figure(job)
@@ -81,8 +87,12 @@ def all_figures(job: Job) -> Iterator[Figure]:
     yield dial_figure(job)
     yield gain_figure(job)
     yield future_figure(job)
-    if int(job.sample.windows.lengths.max()) > 1:  # a single token has no tokens after it
+    if has_later_tokens(job):
         yield leak_figure(job)
+
+
+def has_later_tokens(job: Job) -> bool:
+    return int(job.sample.windows.lengths.max()) > 1
 
 
 def _map(found: Trace, *, name: str, title: str, note: str) -> Figure:
@@ -217,7 +227,8 @@ def leak_figure(job: Job) -> Figure:
     def work(rule: str) -> Audit:
         return audit(model, ids, tokenizer=job.tokenizer, selection=rule, rows=leaks.ROWS)
 
-    numbers = leaks.numbers(list(job.each("leak audit", [*leaks.RULES], work)), own=job.model.config.selection)
+    rules = leaks.RULES if job.model.config.scores else leaks.RULES[:1]
+    numbers = leaks.numbers(list(job.each("leak audit", [*rules], work)), own=job.model.config.selection)
     return _figure(
         job, "leak-audit", "Do predictions depend on later tokens?", numbers, leaks.sentence(numbers), drawings.leaks,
         f"{numbers['rows']} rows of {numbers['tokens']} tokens in {numbers['dtype']}, with the budget of the model, "

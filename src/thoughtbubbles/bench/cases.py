@@ -1,8 +1,9 @@
 """The cases of the speed benchmark, by name, and a batch for each.
 
 A case is a size and a form: `150m-plain`, `150m-copy-3`, `150m-r4-causal-mixture`, `150m-r2-private-residual` (only its
-own bubble sees a fork), or `1.9b-plain-double`, whose rows are twice as long: plain GPT on as many streams as
-r = 2, which isolates the cost of forking itself.
+own bubble sees a fork), `150m-feedback` (the form that we recommend) and `150m-gate` (its control), or
+`1.9b-plain-double`, whose rows are twice as long: plain GPT on as many streams as r = 2, which isolates the cost of
+forking itself.
 """
 
 from collections.abc import Sequence
@@ -30,8 +31,9 @@ class Case(NamedTuple):
 def forms(size: str, *, tokens: int | None = None) -> dict[str, ModelConfig]:
     """The models of one size, by form (the second part of a case's name)."""
     n_tokens = tokens or ModelConfig.named(size).block_size
-    plain, copies, bubbles = (
-        replace(ModelConfig.named(name), block_size=n_tokens) for name in (f"{size}-plain", f"{size}-copy-3", size)
+    plain, copies, bubbles, feedback, gate = (
+        replace(ModelConfig.named(size + form), block_size=n_tokens)
+        for form in ("-plain", "-copy-3", "-causal", "", "-gate")
     )
     found = {"plain": plain, "plain-double": replace(plain, block_size=2 * n_tokens), "copy-3": copies}
     for budget in (2, 4):
@@ -40,14 +42,16 @@ def forms(size: str, *, tokens: int | None = None) -> dict[str, ModelConfig]:
                 name = f"r{budget}-{selection}-{merge}"
                 found[name] = replace(bubbles, budget=budget, selection=selection, merge=merge)
     found[PRIVATE] = replace(bubbles, budget=2, merge="residual", fork_reach=0)
-    return found
+    return {**found, "feedback": feedback, "gate": gate}
 
 
 def default_cases(device: str, *, quick: bool = False) -> list[str]:
     forked = "r2-causal-residual"
     few, some = ["plain", forked], ["plain", "plain-double", forked]
     if device == "cuda":
-        chosen = {"150m": few, "1.9b": few} if quick else {"150m": list(forms("150m")), "1.9b": [*some, PRIVATE]}
+        chosen = (
+            {"150m": few, "1.9b": few} if quick else {"150m": list(forms("150m")), "1.9b": [*some, PRIVATE, "feedback"]}
+        )
     else:
         chosen = {"tiny": few if quick else [*some, "copy-3", "r2-causal-mixture"]}
     return [f"{size}-{form}" for size, names in chosen.items() for form in names]

@@ -35,24 +35,29 @@ def inspect_model(
         raise ValueError(f"--rows {brief(rows)}: a batch has from 1 to {MOST_ROWS:,} rows")
     no_forks = replace(base, fork_layers=(), merge="original", fork_reach=None, feedback=False)
     no_forks = replace(no_forks, scores=True, score_bias=None)
-    plain = replace(no_forks, copies=1, authors_compat=False)
+    plain = replace(no_forks, copies=1, authors_compat=False, head_gate=False)
     if copies is None:
         copies = (3, 5) if is_size else (base.copies,) * (base.copies > 1)
     if budgets is None:
         budgets = (2.0, 4.0) if is_size else (base.budget,)
-    variants = {"plain": plain} | {f"copy-{brief(n)}": replace(plain, copies=n) for n in copies}
-    if base.fork_layers:
-        of_reach = [base]
-        if reach is not None:
-            of_reach.append(replace(base, fork_reach=reach))
-        variants |= {_label(each, r): replace(each, budget=r) for r in budgets for each in of_reach}
+    variants = {"plain": plain} | ({"plain, head gate": replace(plain, head_gate=True)} if base.head_gate else {})
+    variants |= {f"copy-{brief(n)}": replace(plain, copies=n) for n in copies}
+    bubbles = [base] if base.fork_layers else []
+    if is_size and not base.scores:  # of a size alone, also forks by learned scores, which budgets are for
+        bubbles = [ModelConfig.named(f"{model}-causal"), base]
+    for each in bubbles:
+        for other in [each] if reach is None else [each, replace(each, fork_reach=reach)]:
+            rates = budgets if other.scores else (other.budget,)
+            variants |= {_label(other, r): replace(other, budget=r) for r in rates}
     show_costs(model, variants, tokens=tokens or base.block_size, rows=rows)
 
 
 def _label(base: ModelConfig, budget: int | float) -> str:
     reach = "" if base.fork_reach is None else f", reach {base.fork_reach}"
-    feedback = ", feedback" * base.feedback
-    return f"{base.selection}, r = {budget:g}{' (no limit)' * base.is_unlimited(budget)}{reach}{feedback}"
+    if not base.scores:
+        return f"{'feedback' if base.feedback else 'all fork'}{reach}"
+    limit = " (no limit)" * base.is_unlimited(budget)
+    return f"{base.selection}, r = {budget:g}{limit}{reach}{', feedback' * base.feedback}"
 
 
 def find_config(model: str) -> tuple[ModelConfig, bool]:

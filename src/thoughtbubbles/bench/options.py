@@ -28,7 +28,7 @@ def bench(
 
     Args:
         cases: What to measure, each as SIZE-FORM, such as 150m-plain 150m-r2-causal-residual. By default, with a GPU,
-            all forms of 150m and three of 1.9b (some minutes); without one, forms of tiny.
+            all forms of 150m and some of 1.9b (some minutes); without one, forms of tiny.
         list: Only show all sizes and forms.
         device: auto: cuda if there is one, else mps, else cpu.
         rows: Rows per batch instead of the size's own. Fewer need less memory.

@@ -78,6 +78,8 @@ def list_cases() -> None:
             "plain": "no forks",
             "plain-double": "no forks, rows twice as long",
             "copy-3": "three copies per token",
+            "feedback": "every token forks once, forks get feedback, a gate per head: the form that we recommend",
+            "gate": "no forks, a gate per head",
         }
         print(f"{name:<20} {words.get(name, bubbles)}")
     print(f"\nDefault: {' '.join(default_cases('cuda'))} with a GPU, {' '.join(default_cases('cpu'))} without.")

@@ -1,4 +1,5 @@
-"""The paper's runs, with causal selection; `--model.selection block` trains with the paper's own rule.
+"""The paper's runs, with causal selection; `--model.selection block` trains with the paper's own rule. And the form of
+model that we recommend, in the same runs.
 
 Scaling suite (its topology table): 150m, 319m and 772m, each as plain GPT, copy-3, copy-5 and with r = 2 and r = 4
 streams per token, on OpenWebText (`--data.mixture data/pes2o`: on peS2o): 64 × 512 tokens per step, 2.5B tokens, 1 %
@@ -30,6 +31,7 @@ FORMS = {
     "r2": "2 streams per token",
     "r4": "4 streams per token",
 }
+OURS = {"": "every token forks once, with feedback; a gate per head", "-gate": "plain GPT with that gate: the control"}
 PRETRAINING = ("data/fineweb=0.7", "data/pes2o=0.3")
 MIDTRAINING = (
     "data/mmlu=0.05",
@@ -44,13 +46,13 @@ def model(size: str, form: str, changes: dict[str, Any] | None = None) -> ModelC
     """`form`: one of FORMS."""
     if not form.startswith("r"):
         return ModelConfig.named(f"{size}-{form}")
-    return replace(ModelConfig.named(size), budget=int(form[1:]), **(changes or {}))
+    return replace(ModelConfig.named(f"{size}-causal"), budget=int(form[1:]), **(changes or {}))
 
 
-def suite(name: str, size: str, form: str, changes: dict[str, Any] | None = None) -> RunConfig:
+def suite(name: str, size: str, model: ModelConfig) -> RunConfig:
     return RunConfig(
         name=name,
-        model=model(size, form, changes),
+        model=model,
         tokens=2_500_000_000,
         tokens_per_step=64 * 512,
         data=DataConfig(mixture=("data/openwebtext",)),
@@ -114,16 +116,23 @@ ABLATIONS: dict[str, tuple[str, dict[str, Any], int, str]] = {
 
 def ablation(name: str, kind: str) -> RunConfig:
     size, changes, tokens, _ = ABLATIONS[kind]
-    return replace(suite(name, size, "r2", changes), tokens=tokens)
+    return replace(suite(name, size, model(size, "r2", changes)), tokens=tokens)
 
 
 def recipes() -> dict[str, list[tuple[str, Callable[[], RunConfig], str]]]:
     """Group: name, config and summary of each recipe."""
     return {
+        "the form that we recommend, on OpenWebText": [
+            (name, partial(suite, name, size, ModelConfig.named(name)), words)
+            for size in SUITE
+            for form, words in OURS.items()
+            for name in [size + form]
+        ],
         "scaling suite, on OpenWebText": [
-            (f"{size}-{form}", partial(suite, f"{size}-{form}", size, form), words)
+            (name, partial(suite, name, size, model(size, form)), words)
             for size in SUITE
             for form, words in FORMS.items()
+            for name in [f"{size}-{form}"]
         ],
         "scale-up, FineWeb and peS2o, then mid-training": [
             (name, partial(make, name, form), words)

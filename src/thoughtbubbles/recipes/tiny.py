@@ -25,7 +25,7 @@ def tiny(form: str = "") -> RunConfig:
 
 def small_gpt2() -> RunConfig:
     """A small model for your own text in GPT-2's tokens. Most of its parameters are the 50,304 embeddings."""
-    model = ModelConfig(n_layer=6, n_head=4, width=128, block_size=256, fork_layers=(1, 3), merge="residual")
+    model = replace(ModelConfig.named("tiny"), vocab_size=50304, block_size=256)
     return RunConfig(
         name="small-gpt2",
         model=model,
@@ -41,5 +41,7 @@ def small_gpt2() -> RunConfig:
 
 def recipes() -> Iterator[tuple[str, Callable[[], RunConfig], str]]:
     yield "tiny", tiny, "synthetic text"
-    yield "tiny-plain", partial(tiny, "-plain"), "the same without forks"
+    yield "tiny-causal", partial(tiny, "-causal"), "forks by learned scores, with a budget, as in the paper"
+    yield "tiny-plain", partial(tiny, "-plain"), "without forks"
+    yield "tiny-gate", partial(tiny, "-gate"), "without forks, with the gate per head that `tiny` has"
     yield "small-gpt2", small_gpt2, "your own text: data/mine, in GPT-2's tokens"

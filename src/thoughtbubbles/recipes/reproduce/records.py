@@ -226,7 +226,10 @@ def other_settings(found: Protocol, record: Record) -> str:
 
 
 def with_scores_off(config: dict[str, Any]) -> dict[str, Any]:
-    """Before `scores` could be turned off, a bias of 60 gave all forks the score 1: the same function (a test compares their losses and gradients)."""
+    """Before `scores` could be turned off, a bias of 60 gave all forks the score 1: the same function.
+
+    A test compares their losses and gradients.
+    """
     if config["model"].get("score_bias") != 60:
         return config
     return {**config, "model": {**config["model"], "score_bias": None, "scores": False}}

@@ -38,7 +38,8 @@ export class Controls {
     if (held) this.root.querySelector("select").focus();
     this.range = null;
     if (model.max_budget === null) {
-      this.root.append(el("span", { class: "quiet" }, "This model has no fork layers."));
+      const why = model.fork_layers.length ? "In this model every token forks." : "This model has no fork layers.";
+      this.root.append(el("span", { class: "quiet" }, why));
       return;
     }
     this.root.append(this.#budget(model, own), this.#selection(model, own));
