@@ -51,6 +51,10 @@ for folder in folders:
     inputs = tokenizer(["fork", "a"], return_tensors="pt", padding=True)
     here["greedy"] = model.generate(**inputs, max_new_tokens=6, do_sample=False)
     here["beams"] = model.generate(**inputs, max_new_tokens=4, num_beams=2)
+    try:
+        model.generate(**inputs, max_new_tokens=1, budget=0.5 if model.config.scores else 1.5)
+    except ValueError as error:
+        here["refused"] = str(error)
     loss = model.train()(**inputs, labels=inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)).loss
     loss.backward()
     here["loss"], here["gradient"] = loss.detach(), model.embedding.weight.grad

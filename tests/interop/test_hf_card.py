@@ -214,6 +214,10 @@ def test_a_card_without_a_run_invents_nothing(tmp_path):
         ("copy-3", "copy-3 baseline"),
         ("causal-residual", "A row keeps at most 1.5 streams per token on average"),
         ("causal-residual", "a single token may have up to 8."),
+        (
+            "near",
+            "Before the blocks 1, every stream forks, so each token has 2 streams in the end. Merge: forks. Forks",
+        ),
         ("block-fixed", "A row of any length keeps at most as many streams as a full row with 2 streams per token"),
     ):
         described = card(

@@ -26,7 +26,7 @@ from thoughtbubbles.interop.hf import ThoughtbubblesForCausalLM
 from thoughtbubbles.interop.remote_code import remote_code
 
 PROBE = Path(__file__).with_name("hf_remote_probe.py")
-KINDS = ("plain", "copy-3", "gated", "causal", "causal-residual", "block", "block-residual")
+KINDS = ("plain", "copy-3", "gated", "causal", "causal-residual", "near", "block", "block-residual")
 
 
 # ---- the exported code ----------------------------------------------------------------------------------------------
@@ -100,6 +100,7 @@ def test_a_fresh_process_without_the_package(tmp_path, version):
 def check_like_ours(core, native, found):
     assert found["names"] == list(core.state_dict())
     assert found["config"] == "ThoughtbubblesConfig"
+    assert ("budget = 0.5 is below 1" if core.config.scores else "budget = 1.5: without scores") in found["refused"]
     ids = torch.arange(24).view(2, 12)
     for dtype in (torch.bfloat16, torch.float32):  # as there: on some CPUs torch multiplies otherwise after bfloat16
         with torch.no_grad():

@@ -59,6 +59,9 @@ FORKS = """\
 It forks: before the blocks {layers}, streams may be copied or deleted. {most}
 (`generate(…, budget=…)` changes that number); a single token may have up to {bubble}.
 Selection: {selection}. Merge: {merge}."""
+ALL_FORK = (
+    "Before the blocks {layers}, every stream forks, so each token has {bubble} streams in the end. Merge: {merge}."
+)
 MOST = {
     "proportional": "A row keeps at most {budget} streams per token on average",
     "fixed": "A row of any length keeps at most as many streams as a full row with {budget} streams per token",
@@ -158,7 +161,7 @@ def about(config: ModelConfig) -> str:
     if config.fork_layers:
         layers = ", ".join(map(str, config.fork_layers))
         most = MOST[config.budget_mode].format(budget=config.budget)
-        kind = FORKS.format(
+        kind = (FORKS if config.scores else ALL_FORK).format(
             layers=layers, most=most, bubble=config.max_bubble, selection=config.selection, merge=config.merge
         )
         kind += f"\n{BLOCK}" if config.selection == "block" else ""

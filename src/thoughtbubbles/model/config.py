@@ -279,12 +279,15 @@ class ModelConfig:
 
     def is_unlimited(self, budget: BudgetLike | Budget) -> bool:
         """Whether this budget (each, if there are several) never limits the streams: every fork is kept."""
-        return not self.fork_layers or all(n >= self.max_bubble * d for n, d in zip(*Budget.of(budget), strict=True))
+        return self._keeps_all(Budget.of(budget))
+
+    def _keeps_all(self, budget: Budget) -> bool:
+        return not self.fork_layers or all(n >= self.max_bubble * d for n, d in zip(*budget, strict=True))
 
     def check_budget(self, budget: Budget, *, name: str = "budget") -> None:
         """Raises an error for a budget that this model cannot follow."""
         budget.check_range(self.block_size, name=name)
-        if not self.scores and not self.is_unlimited(budget):
+        if not self.scores and not self._keeps_all(budget):
             raise ValueError(
                 f"{name} = {budget.shown}: without scores this model keeps all forks; "
                 f"give {self.max_bubble} or more, or none"

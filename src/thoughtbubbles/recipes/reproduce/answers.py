@@ -1,7 +1,7 @@
 """The questions of docs/results, each with its answer: a paragraph generated from the records."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from thoughtbubbles.files import read_object
 from thoughtbubbles.recipes.reproduce.compare_rows import (
@@ -17,7 +17,7 @@ from thoughtbubbles.recipes.reproduce.compare_rows import (
 )
 from thoughtbubbles.recipes.reproduce.protocols import PLAIN
 from thoughtbubbles.recipes.reproduce.records import Evidence, Results, Value, flops, gpu_seconds, nats, tokens
-from thoughtbubbles.recipes.reproduce.sentences import compared, lead, needs, sentence
+from thoughtbubbles.recipes.reproduce.sentences import PRESET, compared, lead, needs, sentence
 from thoughtbubbles.recipes.reproduce.tables import PAPER
 
 ABOUT = 1.25  # costs within this factor of each other are about equal
@@ -25,7 +25,7 @@ NOT_SLOWER = 1.05
 QUARTERS = (0.25, 0.5, 0.75, 1.0)  # of the training
 BATCHES = ("1", "32")  # sizes at which decoding is measured
 GATED, LONGER_GATED = "head-gate", "longer-gate"
-WINDOW, NO_WINDOW = "feedback-3-reach64-gate", "feedback-3-gate"
+NO_WINDOW = "feedback-3-gate"
 GATE = "a sigmoid per head (Qiu et al., arXiv 2505.06708)"
 
 
@@ -44,7 +44,9 @@ def equal_tokens(evidence: Evidence) -> str:
         f"The paper's gain at r = 2 is {gain:.3f} nats per token ({source}), and from {low:.3f} to {high:.3f} over the "
         f"six settings of that table; it is scored blockwise, with block selection.{ours}"
     )
-    return lead(gap) + " ".join([*parts, paper])
+    preset = difference(evidence.results["long"], PRESET, PLAIN)
+    more = [] if preset is None else [f"{lead(preset)}In `long`, {sentence(preset, PRESET, PLAIN)}."]
+    return "\n\n".join([lead(gap) + " ".join([*parts, paper]), *more])
 
 
 def paper_gain() -> tuple[float, str]:
@@ -61,47 +63,62 @@ def paper_range() -> tuple[float, float]:
     return min(gains), max(gains)
 
 
-def without_forks(results: Results) -> list[str]:
-    """Plain GPTs of another size or length: what a model with forks competes with at equal cost."""
-    special = {"fork_layers", "copies", "head_gate", "block"}
-    return [row for row, known in results.protocol.rows.items() if row != PLAIN and not special & set(known.model)]
+def without_forks(results: Results, *, gated: bool = False) -> list[str]:
+    """Plain GPTs of another size or length: what a model with forks competes with at equal cost.
+
+    gated  with a gate per head too, for forks that have it
+    """
+    special = {"fork_layers", "copies", "block", *(() if gated else ("head_gate",))}
+    return [
+        row
+        for row, known in results.protocol.rows.items()
+        if row not in (PLAIN, GATED) and not special & set(known.model)
+    ]
 
 
 def equal_cost(evidence: Evidence, value: Value, what: str) -> str:
-    """r2 against larger, longer or ensembled plain models, with the ratio of their costs."""
+    """r2, and the form of the presets, against larger, longer or ensembled plain models: losses and ratios of costs."""
+    paragraphs = [cost_paragraph(evidence, "r2", ("long", "scarce"), value, what)]
+    if difference(evidence.results["long"], PRESET, PLAIN) is not None:
+        paragraphs.append(cost_paragraph(evidence, PRESET, ("long",), value, what))
+    return "\n\n".join(paragraphs)
+
+
+def cost_paragraph(evidence: Evidence, row: str, names: Sequence[str], value: Value, what: str) -> str:
     parts, first = [], ""
-    for name in ("long", "scarce"):
+    for name in names:
         results = evidence.results[name]
-        rivals = [row for row in without_forks(results) if difference(results, "r2", row)]
+        known = without_forks(results, gated=row == PRESET)
+        rivals = [rival for rival in known if difference(results, row, rival)]
         if PLAIN not in results or not rivals:
-            parts.append(f"In `{name}`: {needs(results, (PLAIN, 'r2', *without_forks(results)))}")
+            parts.append(f"In `{name}`: {needs(results, (PLAIN, row, *known))}")
         elif value is gpu_seconds and not results.same_device:
             devices = ", ".join(results.devices)
             parts.append(f"In `{name}`, rows ran on different devices ({devices}): their times cannot be compared.")
         else:
-            parts.append(f"In `{name}`, `r2` takes {results.ratio('r2', value):.2f} × the {what} of `plain`.")
-            parts += [rival_sentence(results, row, value, what) for row in rivals]
-            first = cost_lead(results, rivals, value) if name == "long" else first
+            parts.append(f"In `{name}`, `{row}` takes {results.ratio(row, value):.2f} × the {what} of `plain`.")
+            parts += [rival_sentence(results, row, rival, value, what) for rival in rivals]
+            first = cost_lead(results, row, rivals, value) if name == "long" else first
     return first + " ".join(parts)
 
 
-def rival_sentence(results: Results, rival: str, value: Value, what: str) -> str:
-    gap = difference(results, "r2", rival)
+def rival_sentence(results: Results, row: str, rival: str, value: Value, what: str) -> str:
+    gap = difference(results, row, rival)
     assert gap is not None
-    share = results.ratio(rival, value, over="r2")
-    return f"`{rival}` takes {share:.2f} × the {what} of `r2`: {sentence(gap, 'r2', rival)}."
+    share = results.ratio(rival, value, over=row)
+    return f"`{rival}` takes {share:.2f} × the {what} of `{row}`: {sentence(gap, row, rival)}."
 
 
-def cost_lead(results: Results, rivals: Sequence[str], value: Value) -> str:
+def cost_lead(results: Results, row: str, rivals: Sequence[str], value: Value) -> str:
     """Against the best plain model of about the same cost."""
-    near = [row for row in rivals if 1 / ABOUT <= results.ratio(row, value, over="r2") <= ABOUT]
-    gap = hardest(results, near)
+    near = [rival for rival in rivals if 1 / ABOUT <= results.ratio(rival, value, over=row) <= ABOUT]
+    gap = hardest(results, row, near)
     return "No plain model of about equal cost was run. " if gap is None else lead(gap[1])
 
 
-def hardest(results: Results, rivals: Sequence[str]) -> tuple[str, Difference] | None:
-    """The rival with the lowest loss, and the difference of r2 to it."""
-    gaps = [(row, gap) for row in rivals if (gap := difference(results, "r2", row)) is not None]
+def hardest(results: Results, row: str, rivals: Sequence[str]) -> tuple[str, Difference] | None:
+    """The rival with the lowest loss, and the difference of the row to it."""
+    gaps = [(rival, gap) for rival in rivals if (gap := difference(results, row, rival)) is not None]
     return max(gaps, key=lambda each: each[1].mean) if gaps else None
 
 
@@ -111,21 +128,30 @@ def equal_latency(evidence: Evidence) -> str:
         return "Not measured yet: needs the decoding times of the rows of `long`."
     if difference(results, "r2", PLAIN) is None:
         return needs(results, (PLAIN, "r2"))
-    if not any("r2" in decode["rows"] and batch in decode["rows"]["r2"] for batch in BATCHES):
-        return "Not measured yet: needs the decoding times of `r2`."
+    times = {
+        batch: {row: at[batch]["milliseconds"] for row, at in decode["rows"].items() if batch in at}
+        for batch in BATCHES
+    }
+    found = [latency_paragraph(results, row, times) for row in ("r2", PRESET) if difference(results, row, PLAIN)]
+    return "\n\n".join([*found, f"Device: {decode['device']}."])
+
+
+def latency_paragraph(results: Results, row: str, times: Mapping[str, Mapping[str, float]]) -> str:
+    """By batch size and row: milliseconds of a decoded token."""
     parts, leads = [], []
-    for batch in BATCHES:
-        times = {row: at[batch]["milliseconds"] for row, at in decode["rows"].items() if batch in at}
-        rows = [row for row in (PLAIN, *without_forks(results)) if row in times]
-        if "r2" not in times or not rows:
+    for batch, of_row in times.items():
+        rivals = [rival for rival in (PLAIN, *without_forks(results, gated=row == PRESET)) if rival in of_row]
+        if row not in of_row or not rivals:
             continue
-        shown = ", ".join(f"`{row}` {times[row]:.3f} ms" for row in ("r2", *rows))
+        shown = ", ".join(f"`{each}` {of_row[each]:.3f} ms" for each in (row, *rivals))
         parts.append(f"Decoding at batch size {batch}, per token: {shown}.")
-        best = hardest(results, [row for row in rows if times[row] <= NOT_SLOWER * times["r2"]])
+        best = hardest(results, row, [rival for rival in rivals if of_row[rival] <= NOT_SLOWER * of_row[row]])
         if best is not None:
-            parts.append(f"Against the best plain model that takes no longer, {sentence(best[1], 'r2', best[0])}.")
+            parts.append(f"Against the best plain model that takes no longer, {sentence(best[1], row, best[0])}.")
             leads.append(f"Batch size {batch}: {lead(best[1])}")
-    return "".join(leads) + " ".join([*parts, f"Device: {decode['device']}."])
+    if not parts:
+        return f"Not measured yet: needs the decoding times of `{row}`."
+    return "".join(leads) + " ".join(parts)
 
 
 def which_part(evidence: Evidence) -> str:
@@ -154,22 +180,22 @@ def which_part(evidence: Evidence) -> str:
 def better_forks(evidence: Evidence) -> str:
     """Forks that come after originals, against plain models with the same gate."""
     results, screen = evidence.results["long"], evidence.results["screen"]
-    best = difference(results, WINDOW, GATED)
+    best = difference(results, PRESET, GATED)
     pairs = {
-        "Against the gate alone": (WINDOW, GATED),
-        "Against the paper's forks with causal selection": (WINDOW, "r2"),
+        "Against the gate alone": (PRESET, GATED),
+        "Against the paper's forks with causal selection": (PRESET, "r2"),
         "Without seeing other forks, against the gate alone": (NO_WINDOW, GATED),
-        "Against the gate alone with more tokens": (WINDOW, LONGER_GATED),
+        "Against the gate alone with more tokens": (PRESET, LONGER_GATED),
     }
     lines = [f"- {what}: {compared(results, *pair)}" for what, pair in pairs.items()]
-    if difference(results, WINDOW, LONGER_GATED) and results.same_device:
-        time, text = (results.ratio(LONGER_GATED, value, over=WINDOW) for value in (gpu_seconds, tokens))
+    if difference(results, PRESET, LONGER_GATED) and results.same_device:
+        time, text = (results.ratio(LONGER_GATED, value, over=PRESET) for value in (gpu_seconds, tokens))
         lines[-1] += f" `{LONGER_GATED}` takes {time:.2f} × its GPU time, and reads {text:.2f} × as many tokens."
     lines += [
-        f"- In `screen`, with a third of the tokens: {compared(screen, row, GATED)}" for row in (WINDOW, NO_WINDOW)
+        f"- In `screen`, with a third of the tokens: {compared(screen, row, GATED)}" for row in (PRESET, NO_WINDOW)
     ]
     about = (
-        f"`{WINDOW}` has a gate per head. Its forks begin after all originals, from the last state of the previous "
+        f"`{PRESET}` has a gate per head. Its forks begin after all originals, from the last state of the previous "
         "token too; originals see none of them, and forks those of the 64 tokens before."
     )
     return "\n\n".join([lead(best) + about, "\n".join(lines)])

@@ -227,7 +227,7 @@ def cost_sentence(results: Results, costs: Mapping[str, float], what: str) -> st
     assert gap is not None
     first = f"`r2` needs {costs['r2'] / costs[PLAIN]:.2f} × the {what} of `plain`: {sentence(gap, 'r2', PLAIN)}."
     cheap = [row for row in costs if row not in ("r2", PLAIN) and costs[row] <= NOT_SLOWER * costs["r2"]]
-    best = hardest(results, cheap)
+    best = hardest(results, "r2", cheap)
     if best is None:
         return first
     return f"{first} Of the other rows that need no more, `{best[0]}` is the best: {sentence(best[1], 'r2', best[0])}."

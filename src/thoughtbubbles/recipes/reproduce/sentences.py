@@ -11,6 +11,7 @@ from thoughtbubbles.recipes.reproduce.protocols import PLAIN
 from thoughtbubbles.recipes.reproduce.records import Results, gpu_seconds, parameters, tokens
 
 PAGE = "docs/results/index.md"  # as seen from the README
+PRESET = "feedback-3-reach64-gate"  # the row whose form the presets of ModelConfig have
 LONGER = "longer"  # the row of `long` with the GPU time of `r2` and no forks
 
 
@@ -67,7 +68,21 @@ def evidence_line(results: Results) -> str:
     if r2 is not None:
         forks = f"with forks, {sentence(r2, 'r2', PLAIN)}"
         time = gpu_time_sentence(results) if results.same_device else ""
-    return f"At {size} and {length}, against plain GPT: {without}; {forks}.{time} All rows, seeds and plots: {page}."
+    learned = f"At {size} and {length}, against plain GPT: {without}; {forks}.{time}"
+    return f"{learned}{preset_sentence(results)} All rows, seeds and plots: {page}."
+
+
+def preset_sentence(results: Results) -> str:
+    """The form of the presets, against plain GPT with its gate."""
+    gap, control = (difference(results, PRESET, row) for row in (PLAIN, "head-gate"))
+    if gap is None:
+        return ""
+    parts = [sentence(gap, PRESET, PLAIN)]
+    if results.same_device:
+        parts[0] += f", at {results.ratio(PRESET, gpu_seconds):.2f} × its GPU time"
+    if control is not None:
+        parts.append(f"against a plain GPT with the same gate, {sentence(control, PRESET, 'head-gate')}")
+    return f" The form of our presets, every token forked once and with feedback: {'; '.join(parts)}."
 
 
 def gpu_time_sentence(results: Results) -> str:
