@@ -12,10 +12,10 @@ import torch
 from helpers import lively_model, named, random_ids, small_config
 from thoughtbubbles import kernels
 from thoughtbubbles.generate.decode import decode_step, prefill
-from thoughtbubbles.generate.graph import GraphStep, widths_within
+from thoughtbubbles.generate.graph import GraphStep, compiled_whole, keep_counts, widths_within
 from thoughtbubbles.generate.requests import Request, generate, stream
 from thoughtbubbles.generate.sample import Sampling
-from thoughtbubbles.generate.step import Parts, advance, enter, next_logits
+from thoughtbubbles.generate.step import Parts, advance, enter, finish
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
@@ -24,14 +24,18 @@ def parts(**changes: Any) -> dict[str, Any]:
     """The compiled parts against plain steps on the CPU, and the number of compiled graphs after each step."""
     config = small_config(**changes)
     model, ids = lively_model(config, dtype=torch.float32), random_ids(config, 2, 16)
-    compiled = [torch.compile(part, dynamic=False, fullgraph=True) for part in (enter, next_logits)]
-    fast = Parts(enter=compiled[0], logits=compiled[1])
+    compiled = [compiled_whole(part) for part in (enter, finish, keep_counts)]
+    fast, keep = Parts(enter=compiled[0], finish=compiled[1]), compiled[2]
     caches = [prefill(model, ids[:, :4], budget=[2, 3])[1] for _ in range(2)]
-    worst, same, graphs = 0.0, True, []
+    worst, same, graphs, fits = 0.0, True, [], torch.tensor(True)
     for t in range(4, 12):
         expected, caches[0] = decode_step(model, caches[0], ids[:, t])
         active = torch.ones(2, dtype=torch.bool)
-        found, caches[1] = advance(model, caches[1], ids[:, t], active, widths=widths_within(config, 8), parts=fast)
+        for room in (1, None):  # in the first, too few streams have room, so it is repeated
+            found, after = advance(model, caches[1], ids[:, t], active, widths=widths_within(config, 8), parts=fast)
+            keep(caches[1], after, fits, room)
+            same &= torch.equal(caches[1].n_tokens, caches[0].n_tokens - (0 if room is None else 1))
+            same &= room is None or not bool(fits)
         worst = max(worst, float((found.logits - expected.logits).abs().max()))
         same &= torch.equal(found.streams, expected.streams)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from thoughtbubbles.generate import engine, graph, graphed
-from thoughtbubbles.generate.graph import Captured, Compiled, GraphStep, find_likeliest
+from thoughtbubbles.generate.graph import Captured, Compiled, GraphStep, find_likeliest, keep_counts
 from thoughtbubbles.generate.prediction import Prediction
-from thoughtbubbles.generate.step import enter, next_logits
+from thoughtbubbles.generate.step import enter, finish
 
 
 class Uncaptured:
@@ -42,5 +42,5 @@ def on_a_cpu(patch: Any) -> None:
     """Lets `Engine(…, compiled=True)` run here; `patch` is pytest's monkeypatch."""
     patch.setattr(engine, "check_compiled", lambda *_, **__: None)
     patch.setattr(graphed, "GraphStep", EagerStep)
-    patch.setattr(graph, "compiled", lambda: Compiled(enter, next_logits, find_likeliest))
+    patch.setattr(graph, "compiled", lambda: Compiled(enter, finish, find_likeliest, keep_counts))
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ from torch import Tensor
 from thoughtbubbles.generate.cache import Cache, Span
 from thoughtbubbles.generate.fast_blocks import fast_blocks, has_kernels
 from thoughtbubbles.generate.prediction import Likeliest, Prediction
-from thoughtbubbles.generate.step import Parts, View, advance, enter, next_logits, run_blocks
+from thoughtbubbles.generate.step import Parts, View, advance, enter, finish, run_blocks
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.layout import Layout
@@ -131,7 +131,12 @@ def packing_functions() -> PackingFunctions:
     functions = (find_packing, pack_streams, unpack_streams, find_places)
     if not torch.cuda.is_available():
         return PackingFunctions(*functions)
-    return PackingFunctions(*(torch.compile(each, dynamic=False, fullgraph=True) for each in functions))
+    return PackingFunctions(*map(compiled_whole, functions))
+
+
+def compiled_whole(function: Any) -> Any:
+    """Fuses small kernels too: by default, sharing less than 10 bytes is no reason to, but a launch takes longer."""
+    return torch.compile(function, dynamic=False, fullgraph=True, options={"score_fusion_memory_threshold": 1})
 
 
 def find_likeliest(logits: Float[Tensor, "B V"], n_ids: int) -> Likeliest:
@@ -140,16 +145,29 @@ def find_likeliest(logits: Float[Tensor, "B V"], n_ids: int) -> Likeliest:
     return Likeliest(token, at_least_float32(logits).log_softmax(-1).gather(1, token[:, None])[:, 0])
 
 
+def keep_counts(cache: Cache, after: Cache, fits: Bool[Tensor, ""], size: int | None) -> None:
+    """Writes how much each row has read, if all new streams had room.
+
+    size  the most packed streams that there was room for; None: all had room
+    """
+    spans = [(old.used, new.used) for old, new in zip(cache.spans, after.spans, strict=True)]
+    if size is not None:
+        fits.copy_(torch.stack([new.sum() - old.sum() for old, new in spans]).max() <= size)
+    for old, new in (*spans, (cache.n_tokens, after.n_tokens)):
+        old.copy_(new if size is None else torch.where(fits, new, old))
+
+
 class Compiled(NamedTuple):
     enter: Any
-    logits: Any
+    finish: Any
     likeliest: Any
+    keep_counts: Any
 
 
 @once
 def compiled() -> Compiled:
-    functions = (enter, next_logits, find_likeliest)
-    return Compiled(*(torch.compile(each, dynamic=False, fullgraph=True) for each in functions))
+    functions = (enter, finish, find_likeliest, keep_counts)
+    return Compiled(*map(compiled_whole, functions))
 
 
 class Captured(NamedTuple):
@@ -230,7 +248,7 @@ class GraphStep:
 
     def parts(self, size: int) -> Parts:
         blocks = partial(run_packed, size=size) if self.on_kernels else run_blocks
-        return Parts(compiled().enter, blocks, compiled().logits)
+        return Parts(compiled().enter, blocks, compiled().finish)
 
     def _capture(self, size: int) -> Captured:
         graphs: list[torch.cuda.CUDAGraph] = []
@@ -268,15 +286,7 @@ class GraphStep:
         """Writes what each row has read, if all streams had room."""
         cache = self.cache
         prediction, after = advance(self.model, cache, self.ids, self.active, widths=self.widths, parts=parts)
-        kept = [(span.used, new.used) for span, new in zip(cache.spans, after.spans, strict=True)]
-        if size < self.largest:
-            most = torch.stack([new.sum() - old.sum() for old, new in kept]).max()
-            torch.le(most, size, out=self.fits)
-        for old, new in (*kept, (cache.n_tokens, after.n_tokens)):
-            if size < self.largest:
-                torch.where(self.fits, new, old, out=old)
-            else:
-                torch.add(new, 0, out=old)  # a kernel: a copy would be a slower kind of node
+        compiled().keep_counts(cache, after, self.fits, size if size < self.largest else None)
         return prediction._replace(likeliest=compiled().likeliest(prediction.logits, self.n_ids))
 
 

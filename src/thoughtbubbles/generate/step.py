@@ -88,49 +88,64 @@ def enter(
             said = fork.feed_back(before.to(streams.x.dtype))  # type: ignore[operator]
             said = torch.where(record.is_fork[..., None] & (n_tokens > 0)[:, None, None], said[:, None], 0)
             streams = Streams(streams.x + said, streams.log_score, streams.token)
-    n_streams = (streams.token == 0).sum(1)
+    n_streams, position = sizes_and_positions(streams, config)
     added = n_streams * active
     log_p = attenuating(streams.log_score, streams.token, config, n_tokens=1)
     own = torch.arange(streams.token.shape[1], device=active.device)
     unread, near = span.token.shape[1] - 1, None
     if span.kept is not None:
-        used, one, original = n_tokens, active.long(), n_streams[:, None] - 1
+        used, original = n_tokens, n_streams[:, None] - 1
         near = NearForks(span.ring, span.used - n_tokens, span.reach)
-        if config.scores:
-            _append(span.log_score, near.ring + used, one, log_p.gather(1, original))
-        _append(span.token, near.ring + used, one, n_tokens[:, None])
-        _append(span.kept, used, one, (span.used + added)[:, None])
+        _append(span.kept, used, active.long(), (span.used + added)[:, None])
         place = torch.where((own == original) & active[:, None], near.ring + used[:, None], unread)
         if near.ring:
             is_fork = (own < original) & active[:, None]
             place = torch.where(is_fork, (near.before[:, None] + own) % near.ring, place)
-            slot = torch.where(is_fork, place, unread)
-            if config.scores:
-                span.log_score.scatter_(1, slot, log_p.to(span.log_score.dtype))
-            span.token.scatter_(1, slot, n_tokens[:, None].expand_as(slot).to(span.token.dtype))
+        _put(span.token, place, n_tokens[:, None])
+        if config.scores:
+            _put(span.log_score, place, log_p)
     else:
         used = span.used
         if config.scores:  # else zeros for ever
             _append(span.log_score, used, added, log_p)
         _append(span.token, used, added, n_tokens[:, None].expand_as(streams.token))
         place = torch.where(own < added[:, None], used[:, None] + own, unread)
-    position = positions(streams.token, find_bubbles(streams.token, 1), streams.log_score.dtype) + n_tokens[:, None]
+    position = position + n_tokens[:, None]
     key_bias = None if fork is None else attenuation(span.log_score, config)[0]
     layout = layout_at(position, None if fork is None else log_p, config)
     view = View(layout, place, used, added, unread, key_bias, near, not config.feedback)
     return streams, view, span.used + added
 
 
+def sizes_and_positions(streams: Streams, config: ModelConfig) -> tuple[Int[Tensor, "B"], Float[Tensor, "B W"]]:
+    """Of the bubbles of one token in each row, with positions relative to it."""
+    (rows, width), dtype = streams.token.shape, streams.log_score.dtype
+    if config.scores:
+        return (streams.token == 0).sum(1), positions(streams.token, find_bubbles(streams.token, 1), dtype)
+    # Every bubble is full: known without looking, so a compiled step has fewer kernels.
+    from_the_right = torch.arange(width - 1, -1, -1, device=streams.token.device).to(dtype)
+    return streams.token.new_full((rows,), width), (-from_the_right / width).expand(rows, width)
+
+
 def _at(storage: Float[Tensor, "B T D"], token: Int[Tensor, "B"]) -> Float[Tensor, "B D"]:
     return storage.gather(1, token[:, None, None].expand(-1, 1, storage.shape[2]))[:, 0]
 
 
-def keep_last(cache: Cache, streams: Streams, active: Bool[Tensor, "B"]) -> None:
-    """The last state of each active row's original, for the fork of the next token."""
-    assert cache.last is not None
-    slot = torch.where(active, cache.n_tokens, cache.last.shape[1] - 1)  # the last is never read
-    state = _at(streams.x, (streams.token == 0).sum(1) - 1)[:, None].to(cache.last.dtype)
-    cache.last.scatter_(1, slot[:, None, None].expand_as(state), state)
+def finish(
+    model: Thoughtbubbles, cache: Cache, streams: Streams, active: Bool[Tensor, "B"]
+) -> tuple[Float[Tensor, "B V"], Int[Tensor, "B"]]:
+    """The next token's logits, and the streams that predict it. With `feedback`, keeps the last state of originals."""
+    n_streams = (streams.token == 0).sum(1)
+    if cache.last is not None:
+        slot = torch.where(active, cache.n_tokens, cache.last.shape[1] - 1)  # the last is never read
+        _put(cache.last, slot[:, None], _at(streams.x, n_streams - 1)[:, None])
+    return head.logits(model.rows_to_decode(streams, 1), model.embedding.weight)[:, 0], n_streams
+
+
+def _put(storage: Tensor, slot: Int[Tensor, "B n"], values: Tensor) -> None:
+    """Writes each row's values into its slots. In place when compiled too, which a scatter would not be."""
+    row = torch.arange(slot.shape[0], device=slot.device)[:, None]
+    storage[row, slot] = values.to(storage.dtype).expand(*slot.shape, *storage.shape[2:])
 
 
 def _append(storage: Tensor, begin: Int[Tensor, "B"], n: Int[Tensor, "B"], values: Tensor) -> None:
@@ -190,16 +205,12 @@ def cached_attention(
     return path
 
 
-def next_logits(model: Thoughtbubbles, streams: Streams) -> Float[Tensor, "B V"]:
-    return head.logits(model.rows_to_decode(streams, 1), model.embedding.weight)[:, 0]
-
-
 class Parts(NamedTuple):
     """The parts of a step, which faster ones can replace."""
 
     enter: Callable[..., tuple[Streams, View, Tensor]] = enter
     blocks: Callable[[Sequence[nn.Module], Tensor, Span, View], Tensor] = run_blocks
-    logits: Callable[[Thoughtbubbles, Streams], Tensor] = next_logits
+    finish: Callable[[Thoughtbubbles, Cache, Streams, Tensor], tuple[Tensor, Tensor]] = finish
 
 
 PLAIN = Parts()
@@ -224,7 +235,5 @@ def advance(
         x = parts.blocks(blocks, streams.x, span, view)
         streams = Streams(x, streams.log_score, streams.token)
         spans.append(span._replace(used=used))
-    if cache.last is not None:
-        keep_last(cache, streams, active)
-    after = cache._replace(spans=tuple(spans), n_tokens=cache.n_tokens + active)
-    return Prediction(parts.logits(model, streams), (streams.token == 0).sum(1)), after
+    logits, n_streams = parts.finish(model, cache, streams, active)
+    return Prediction(logits, n_streams), cache._replace(spans=tuple(spans), n_tokens=cache.n_tokens + active)

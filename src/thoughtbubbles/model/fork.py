@@ -106,8 +106,9 @@ class ForkLayer(nn.Module):
     ) -> tuple[Streams, ForkRecord]:
         """`rule`: None only without `scores`."""
         own = self.log_scores(streams.x)
-        log_score = (own if self.own_scores else streams.log_score[..., None] + own).flatten(1)
-        token = streams.token.repeat_interleave(2, dim=1)
+        before = streams.log_score[..., None].expand_as(own)
+        log_score = (own if self.own_scores else before if self.score is None else before + own).flatten(1)
+        token = streams.token[..., None].expand(-1, -1, 2).flatten(1)
         original = is_original(streams.token, n_tokens)
         forced = torch.stack([torch.zeros_like(original), original], dim=-1).flatten(1)
 
@@ -116,24 +117,22 @@ class ForkLayer(nn.Module):
             # Never above 0, so that an original stays above all other candidates.
             ranked = log_score.detach() - self.score_noise * torch.randn_like(log_score).abs()
         level = candidate_levels(ranked, token, forced, n_tokens, levels=self.levels)
+        n_streams = streams.token.shape[1]
         if self.score is None or rule is None:  # every candidate stays in its place
             survives, parent = token < n_tokens, slots(token) // 2
             is_fork = (slots(token) % 2 == 0) & survives
-            x = torch.stack([streams.x + self.embedding.to(streams.x.dtype), streams.x], dim=2).flatten(1, 2)
-            after = Streams(x, log_score, token)
+            x, kept_log_score, kept_token = streams.x[:, :, None].expand(-1, -1, 2, -1).flatten(1, 2), log_score, token
         else:
             survives = rule.survives(candidate_keys(level), token, lengths, n_tokens)
-            n_streams = streams.token.shape[1]
             chosen, place = pack(survives, rule.n_slots(n_streams, n_tokens))
             used = chosen < 2 * n_streams
             parent, is_fork = chosen // 2, (chosen % 2 == 0) & used  # unused slots: parent = S, past the end
             # Each stream goes to at most two slots: one for its fork, one for itself.
             x = gather_with_inverse(streams.x, parent, place.unflatten(1, (n_streams, 2)))
-            after = Streams(
-                x=x + torch.where(is_fork[..., None], self.embedding, 0).to(x.dtype),
-                log_score=gather_with_inverse(log_score, chosen, place[..., None]),
-                token=torch.where(used, take(streams.token, parent.clamp(max=n_streams - 1)), n_tokens),
-            )
+            kept_log_score = gather_with_inverse(log_score, chosen, place[..., None])
+            kept_token = torch.where(used, take(streams.token, parent.clamp(max=n_streams - 1)), n_tokens)
+        x = x + torch.where(is_fork[..., None], self.embedding, 0).to(x.dtype)
+        after = Streams(x, kept_log_score, kept_token)
         record = ForkRecord(
             own_log_score=own,
             log_score=log_score,

@@ -121,6 +121,13 @@ def merge_residual(
 
     only_forks  originals have no weight, unless they are alone
     """
+    if n_tokens == 1:  # a decoding step: the row is one bubble, and without scans it is a single kernel
+        own = streams.token == 0
+        x = torch.where(own[..., None], at_least_float32(streams.x), 0)
+        if only_forks:
+            own = own & (~is_original(streams.token, 1) | (own.sum(1, keepdim=True) == 1))
+        weight = streams.log_score.masked_fill(~own, -math.inf).softmax(1)
+        return (weight[..., None] * x).sum(1, keepdim=True).to(streams.x.dtype)
     start, end = find_bubbles(streams.token, n_tokens)
     log_score, most = streams.log_score.detach(), min(max_bubble, streams.token.shape[1])
     if only_forks:
