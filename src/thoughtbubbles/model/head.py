@@ -57,6 +57,7 @@ def rows_to_decode(
     n_tokens: int,
     max_bubble: int,
     residual_sum: bool = False,
+    scores: bool = True,
 ) -> OutputRows:
     if merge == "mixture":
         most = min(max_bubble, streams.token.shape[1])
@@ -71,7 +72,8 @@ def rows_to_decode(
     elif residual_sum:
         x = sum_residual(streams, n_tokens=n_tokens, max_bubble=max_bubble)
     else:
-        x = merge_residual(streams, n_tokens=n_tokens, max_bubble=max_bubble, only_forks=merge == "forks")
+        only_forks = merge == "forks"
+        x = merge_residual(streams, n_tokens=n_tokens, max_bubble=max_bubble, only_forks=only_forks, scores=scores)
     token = torch.where(real, tokens, n_tokens)
     alone = torch.zeros_like(token, dtype=streams.log_score.dtype)
     return OutputRows(norm(x), alone, token, n_tokens, most_per_token=1, is_mixture=False)
@@ -115,30 +117,32 @@ def sum_residual(streams: Streams, *, n_tokens: int, max_bubble: int) -> Float[T
 
 
 def merge_residual(
-    streams: Streams, *, n_tokens: int, max_bubble: int, only_forks: bool = False
+    streams: Streams, *, n_tokens: int, max_bubble: int, only_forks: bool = False, scores: bool = True
 ) -> Float[Tensor, "B T D"]:
     """m_t = Σ_j w_j x_j over the bubble of each token t, w = softmax of its log scores; 0 past a padded row's end.
 
     only_forks  originals have no weight, unless they are alone
+    scores      False: all are 1, so the weights are equal
     """
-    if n_tokens == 1:  # a decoding step: the row is one bubble, and without scans it is a single kernel
-        own = streams.token == 0
-        x = torch.where(own[..., None], at_least_float32(streams.x), 0)
-        if only_forks:
-            own = own & (~is_original(streams.token, 1) | (own.sum(1, keepdim=True) == 1))
-        weight = streams.log_score.masked_fill(~own, -math.inf).softmax(1)
-        return (weight[..., None] * x).sum(1, keepdim=True).to(streams.x.dtype)
     start, end = find_bubbles(streams.token, n_tokens)
-    log_score, most = streams.log_score.detach(), min(max_bubble, streams.token.shape[1])
+    most, merged = min(max_bubble, streams.token.shape[1]), torch.ones_like(start, dtype=torch.bool)
     if only_forks:
-        log_score = log_score.masked_fill(is_original(streams.token, n_tokens) & (start < end), -math.inf)
-    largest = bubble_scan(log_score, start, torch.maximum, max_bubble=most)
-    score = (log_score - take(largest, end)).exp()  # relative to the bubble's best, so the sum is at least 1
-    weight = score / take(bubble_scan(score, start, torch.add, max_bubble=most), end)
-    merged = weighted_sum(
-        streams.x, streams.log_score, weight, streams.token, start, n_tokens=n_tokens, max_bubble=most
-    )
-    return merged.to(streams.x.dtype)
+        merged = ~is_original(streams.token, n_tokens) | (start == end)
+    if not scores:
+        others = end - start + 1 - (start < end).long() * only_forks
+        weight = merged / others.to(streams.log_score.dtype)
+    elif n_tokens == 1:
+        weight = streams.log_score.masked_fill(~merged | (streams.token != 0), -math.inf).softmax(1)
+    else:
+        log_score = streams.log_score.detach().masked_fill(~merged, -math.inf)
+        largest = bubble_scan(log_score, start, torch.maximum, max_bubble=most)
+        score = (log_score - take(largest, end)).exp()  # relative to the bubble's best, so the sum is at least 1
+        weight = score / take(bubble_scan(score, start, torch.add, max_bubble=most), end)
+    if n_tokens == 1:  # a decoding step: the row is one bubble, and its sum a single kernel
+        x = torch.where((streams.token == 0)[..., None], at_least_float32(streams.x), 0)
+        return (weight[..., None] * x).sum(1, keepdim=True).to(streams.x.dtype)
+    total = weighted_sum(streams.x, streams.log_score, weight, streams.token, start, n_tokens=n_tokens, max_bubble=most)
+    return total.to(streams.x.dtype)
 
 
 def logits(rows: OutputRows, weight: Float[Tensor, "V D"]) -> Float[Tensor, "B T V"]:

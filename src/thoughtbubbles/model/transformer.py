@@ -216,6 +216,7 @@ class Thoughtbubbles(nn.Module):
             n_tokens=n_tokens,
             max_bubble=self.config.max_bubble,
             residual_sum=self.config.form.residual_sum,
+            scores=self.config.scores,
         )
 
     def mean_nll(self, streams: Streams, targets: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
