@@ -158,6 +158,13 @@ def test_mistakes(arguments, message, capsys):
     assert "Traceback" not in shown
 
 
+def test_inspect_refuses_a_budget_that_the_model_cannot_have(tmp_path, capsys):
+    folder = str(save_model(tmp_path / "model", Thoughtbubbles(named("nano"))))
+    main(["inspect", folder, "--budgets", "2"])
+    with pytest.raises(SystemExit, match="--budgets = 1: without scores this model keeps all forks; give 2 or more"):
+        main(["inspect", folder, "--budgets", "1"])
+
+
 def test_a_mistake_is_one_line_on_standard_error():
     shown = run("inspect", "huge")
     assert shown.returncode == 1

@@ -478,8 +478,9 @@ def test_a_model_that_keeps_all_forks(tmp_path, capsys):
     main(words)
     assert {each.stem for each in out.glob("*.svg")} == {"attention", "future", "leak-audit"}
     leak = json.loads((out / "leak-audit.json").read_text())
-    assert list(leak["rules"]) == ["causal"]
-    assert leak["rules"]["causal"]["total"]["largest_any"] == 0
+    assert (list(leak["rules"]), leak["own"]) == (["no"], "no")
+    assert leak["rules"]["no"]["total"]["largest_any"] == 0
+    assert leak["sentence"].startswith("With no selection, changing later tokens moves the prediction in none of")
     assert "every token forks" in (out / "report.html").read_text()
 
 

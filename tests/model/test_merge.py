@@ -45,6 +45,29 @@ def test_residual_merge_and_its_gradients(unrolled, monkeypatch):
     assert torch.autograd.gradcheck(run, by[:2])
 
 
+@pytest.mark.parametrize("only_forks", [False, True])
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_row_of_one_token_is_merged_as_in_a_longer_row(scores, only_forks):
+    """Decoding takes a shorter way. A fork layer without scores leaves log scores of 0."""
+    token = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 1, 1]])
+    x = torch.randn(3, 4, 5, dtype=torch.float64).masked_fill(token[..., None] == 1, torch.nan).requires_grad_()
+    log_score = (-3 * torch.rand(3, 4, dtype=torch.float64) * scores).requires_grad_()
+    options = {"max_bubble": 4, "only_forks": only_forks, "scores": scores}
+    merged = merge_residual(Streams(x, log_score, token), n_tokens=1, **options)
+    longer = merge_residual(Streams(x.nan_to_num(), log_score, token), n_tokens=2, **options)[:, :1]
+    torch.testing.assert_close(merged, longer, atol=SAME_FUNCTION, rtol=SAME_FUNCTION)
+    if not only_forks:
+        equal = torch.stack([each[own].mean(0) for each, own in zip(x, token == 0, strict=True)])
+        assert scores or torch.allclose(merged[:, 0], equal, atol=SAME_FUNCTION)
+    upstream = torch.randn_like(merged)
+    for ours, theirs in zip(
+        *(torch.autograd.grad(out, (x, log_score), upstream, allow_unused=True) for out in (merged, longer)),
+        strict=True,
+    ):
+        if ours is not None or scores:
+            torch.testing.assert_close(ours[token == 0], theirs[token == 0], atol=SAME_FUNCTION, rtol=SAME_FUNCTION)
+
+
 def test_original_merge_and_its_gradients():
     by = streams()
 

@@ -68,6 +68,12 @@ def test_the_corpus_and_the_rule_are_options(corpus, capsys, tmp_path):
     assert found == json.loads(json.dumps(expected))
 
 
+def test_small_gpt2_is_tiny_with_a_longer_context():
+    small, tiny = (recipe(name).model for name in ("small-gpt2", "tiny"))
+    assert small.fork_reach == small.block_size // 8
+    assert small == replace(tiny, vocab_size=50304, block_size=256, fork_reach=32)
+
+
 def test_about_35_names_and_two_for_each_task():
     assert 30 <= len(RECIPES) - 2 * len(TASKS) <= 40
     assert len({recipe.group for recipe in RECIPES.values()}) == 7

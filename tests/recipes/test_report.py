@@ -13,7 +13,13 @@ from thoughtbubbles.recipes.reproduce.best import best_table
 from thoughtbubbles.recipes.reproduce.compare_rows import Difference, curve_differences, difference
 from thoughtbubbles.recipes.reproduce.figures import figures
 from thoughtbubbles.recipes.reproduce.plots import HIGHEST, LOWEST, is_current, spread
-from thoughtbubbles.recipes.reproduce.records import STEPS_FILE, gpu_seconds, read_evidence, read_protocol
+from thoughtbubbles.recipes.reproduce.records import (
+    STEPS_FILE,
+    gpu_seconds,
+    read_evidence,
+    read_protocol,
+    with_scores_off,
+)
 from thoughtbubbles.recipes.reproduce.report import SECTIONS, rendered, write_report
 from thoughtbubbles.recipes.reproduce.sentences import evidence_line, sentence
 from thoughtbubbles.recipes.reproduce.tables import (
@@ -166,6 +172,14 @@ def test_records_of_other_settings_are_rejected(tmp_path):
     del record["config"]["model"]["head_gate"]  # a field that came later has its default
     record["config"]["optim"]["lr"], record["config"]["model"]["width"] = 3e-3, 256
     assert list(read_protocol(write(tmp_path, record), "long").rows) == ["r2"]
+
+
+@pytest.mark.parametrize(("layers", "same"), [((3,), True), ((3, 7), False)])
+def test_scores_of_1_are_no_scores_if_all_forks_survive(layers, same):
+    model = {"score_bias": 60, "budget": 2, "fork_layers": list(layers)}
+    found = with_scores_off({"model": model, "seed": 0})
+    assert found == ({"model": {**model, "score_bias": None, "scores": False}, "seed": 0} if same else found)
+    assert (found["model"] != model) == same
 
 
 def test_confidence_follows_the_number_of_seeds():

@@ -14,7 +14,7 @@ import torch
 from serving import BYTES, NAME, Running, tiny
 from starlette.testclient import TestClient
 
-from helpers import SAME_ROW
+from helpers import SAME_ROW, lively_model, small_config
 from thoughtbubbles.checkpoint import has_chat_form, save_model
 from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
@@ -56,6 +56,19 @@ def test_the_page_learns_the_largest_budget_of_generation():
             assert (found["max_budget"], found["max_generate_budget"]) == (4, limit)
             asked = {"text": "abc", "max_new": 2, "budget": limit}
             assert client.post("/api/generate", json=asked).status_code == 200
+
+
+def test_a_model_that_keeps_all_forks_has_no_budgets():
+    config = small_config(fork_layers=(1,), scores=False, vocab_size=257, block_size=32)
+    served = Served(NAME, lively_model(config, dtype=torch.float32).eval(), BYTES)
+    with TestClient(create_app([served], api=True, capacity=LIMITS), base_url=HOST) as client:
+        (found,) = client.get("/v1/models").json()["data"]
+        assert (found["budget"], found["max_budget"]) == (None, None)
+        asked = {"model": NAME, "prompt": "abc", "max_tokens": 2}
+        assert client.post("/v1/completions", json=asked).json()["choices"][0]["streams"] == 2
+        refused = client.post("/v1/completions", json={**asked, "budget": 1.5})
+        assert refused.status_code == 400
+        assert "without scores this model keeps all forks" in refused.text
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)])

@@ -69,7 +69,8 @@ def analyze(
         out: The folder to write: a new or empty one, or that of an earlier analysis, which is replaced.
             Default: runs/analyze-NAME.
         windows: Number of windows of the data, spread evenly over it, or the first ones of the text.
-        budgets: Budgets of the thinking dial, in addition to 1. Default: 1 1.25 1.5 2 3 4 … up to the model's limit.
+        budgets: Budgets of the thinking dial, in addition to 1. Default: 1 1.25 1.5 2 3 4 … up to the model's limit. A
+            model that keeps all forks has no dial, nor any other figure of what is chosen.
         device: auto: cuda if there is one, else mps, else cpu.
     """
     check_matplotlib()

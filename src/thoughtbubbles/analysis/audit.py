@@ -92,7 +92,9 @@ class Audit:
     @property
     def subject(self) -> str:
         """What was audited, in words."""
-        return f"{self.selection} selection, r = {self.budget}" if self.selection else "no forks"
+        if self.selection:
+            return f"{self.selection} selection, r = {self.budget}"
+        return "no forks" if self.budget is None else "all forks kept"
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-serializable."""

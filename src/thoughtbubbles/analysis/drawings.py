@@ -162,7 +162,7 @@ def leaks(numbers: Numbers) -> Any:
     right.set_title("|Δ log p| in nats (solid: largest; dashed: mean)")
     _log_axis_from_0(right, [part[key] for each in numbers["rules"].values() for part in each["by_distance"]
                              for key in ("largest", "mean")])  # fmt: skip
-    labels = [part["label"] for part in numbers["rules"]["causal"]["by_distance"]]
+    labels = [part["label"] for part in next(iter(numbers["rules"].values()))["by_distance"]]
     for panel in (left, right):
         panel.set_xticks(range(len(labels)), labels, fontsize=9)
         panel.set_xlabel("tokens from the prediction to the first changed token")

@@ -72,7 +72,7 @@ class Job:
 
 
 def all_figures(job: Job) -> Iterator[Figure]:
-    if not job.model.config.scores:  # every token forks: there is no choice to look at, and no smaller budget
+    if not job.model.config.chooses_forks:  # every token forks: there is no choice to look at, and no smaller budget
         yield attention_figure(job)
         yield future_figure(job)
         if has_later_tokens(job):
@@ -224,11 +224,12 @@ def leak_figure(job: Job) -> Figure:
     # None: the passages as one text, as in `thoughtbubbles audit`, which has the same numbers.
     ids = None if job.sample.is_own else leaks.same_length(job.sample.rows)
 
-    def work(rule: str) -> Audit:
+    def work(rule: str | None) -> Audit:
         return audit(model, ids, tokenizer=job.tokenizer, selection=rule, rows=leaks.ROWS)
 
-    rules = leaks.RULES if job.model.config.scores else leaks.RULES[:1]
-    numbers = leaks.numbers(list(job.each("leak audit", [*rules], work)), own=job.model.config.selection)
+    chooses = job.model.config.chooses_forks
+    own = job.model.config.selection if chooses else leaks.NO_RULE
+    numbers = leaks.numbers(list(job.each("leak audit", [*leaks.RULES] if chooses else [None], work)), own=own)
     return _figure(
         job, "leak-audit", "Do predictions depend on later tokens?", numbers, leaks.sentence(numbers), drawings.leaks,
         f"{numbers['rows']} rows of {numbers['tokens']} tokens in {numbers['dtype']}, with the budget of the model, "

@@ -11,6 +11,7 @@ from thoughtbubbles.analysis.audit import TOKENS, Audit, extent
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 RULES = ("causal", "block")
+NO_RULE = "no"  # of a model that keeps all forks
 ROWS = 4
 
 
@@ -32,8 +33,7 @@ def numbers(audits: Sequence[Audit], *, own: str) -> dict[str, Any]:
     about = {name: getattr(first, name) for name in ("budget", "dtype", "tolerance", "rows", "tokens", "cuts")}
     rules = {}
     for each in audits:
-        assert each.selection is not None
-        rules[each.selection] = {
+        rules[each.selection or NO_RULE] = {
             "leaks": each.leaks,
             "reach": each.reach,
             "total": asdict(each.total),
@@ -50,7 +50,7 @@ def sentence(found: Mapping[str, Any]) -> str:
 
 def _of_rule(rule: str, found: Mapping[str, Any], *, is_own: bool) -> str:
     total = found["total"]
-    name = f"With {rule} selection{', the rule of this model' * is_own}"
+    name = f"With {rule} selection{', the rule of this model' * (is_own and rule != NO_RULE)}"
     line = f"{name}, {extent(moved=total['moved'], comparisons=total['comparisons'], reach=found['reach'])}"
     if not found["leaks"]:
         return f"{line}."

@@ -84,7 +84,7 @@ def _ours(model: Thoughtbubbles, tokenizer: Any, selection: str | None, budget: 
         context=config.block_size,
         dtype=weight.dtype,
         module=model,
-        selection=(selection or config.selection) if config.fork_layers else None,
+        selection=(selection or config.selection) if config.chooses_forks else None,
         budget=str(config.budget if budget is None else budget) if config.fork_layers else None,
     )
 

@@ -163,8 +163,8 @@ def trace(
         settings={
             **{name: getattr(config, name) for name in ("n_layer", "n_head", "width", "fork_layers", "copies")},
             **{name: getattr(config, name) for name in ("vocab_size", "block_size", "merge", "fork_reach", "feedback")},
-            "budget": (config.budget if budget is None else budget) if config.fork_layers else None,
-            "selection": (selection or config.selection) if config.fork_layers else None,
+            "budget": (config.budget if budget is None else budget) if config.chooses_forks else None,
+            "selection": (selection or config.selection) if config.chooses_forks else None,
             "tokenizer": tokenizer.name,
         },
         tokens=_tokens(ids, out, stages, tokenizer, top=top),

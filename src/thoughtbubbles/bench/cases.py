@@ -42,7 +42,7 @@ def forms(size: str, *, tokens: int | None = None) -> dict[str, ModelConfig]:
                 name = f"r{budget}-{selection}-{merge}"
                 found[name] = replace(bubbles, budget=budget, selection=selection, merge=merge)
     found[PRIVATE] = replace(bubbles, budget=2, merge="residual", fork_reach=0)
-    return {**found, "feedback": feedback, "gate": gate}
+    return {**found, "feedback": replace(feedback, fork_reach=n_tokens // 8), "gate": gate}
 
 
 def default_cases(device: str, *, quick: bool = False) -> list[str]:

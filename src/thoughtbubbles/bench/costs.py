@@ -40,6 +40,9 @@ def inspect_model(
         copies = (3, 5) if is_size else (base.copies,) * (base.copies > 1)
     if budgets is None:
         budgets = (2.0, 4.0) if is_size else (base.budget,)
+    elif base.fork_layers and not is_size:
+        for budget in budgets:
+            base.check_budget(Budget.of(budget, name="--budgets"), name="--budgets")
     variants = {"plain": plain} | ({"plain, head gate": replace(plain, head_gate=True)} if base.head_gate else {})
     variants |= {f"copy-{brief(n)}": replace(plain, copies=n) for n in copies}
     bubbles = [base] if base.fork_layers else []

@@ -116,9 +116,9 @@ class Reader:
 
     @property
     def budget(self) -> float | None:
-        """Streams per token; None for a model that does not fork."""
+        """Streams per token; None for a model that has nothing to choose."""
         config, asked = self.model.config, self.request.budget
-        return float(Fraction(str(config.budget if asked is None else asked))) if config.fork_layers else None
+        return float(Fraction(str(config.budget if asked is None else asked))) if config.chooses_forks else None
 
     def settings(self) -> dict[str, Any]:
         """The settings, for JSON."""
@@ -126,9 +126,9 @@ class Reader:
         return {
             "checkpoint": str(self.folder),
             "method": self.method,
-            "selection": (self.rule["selection"] or config.selection) if config.fork_layers else None,
+            "selection": (self.rule["selection"] or config.selection) if config.chooses_forks else None,
             "budget": self.budget,
-            "budget_mode": (self.rule["budget_mode"] or config.budget_mode) if config.fork_layers else None,
+            "budget_mode": (self.rule["budget_mode"] or config.budget_mode) if config.chooses_forks else None,
             "max_new": self.request.max_new,
             "stop": list(self.request.stop),
             **asdict(self.request.sampling),

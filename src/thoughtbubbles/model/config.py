@@ -259,6 +259,11 @@ class ModelConfig:
         return not self.fork_layers or self.selection == "causal"
 
     @property
+    def chooses_forks(self) -> bool:
+        """Whether forks survive by a selection under a budget; without scores all do."""
+        return bool(self.fork_layers) and self.scores
+
+    @property
     def form(self) -> Form:
         """Without fork layers there are no scores, so no channel is replaced."""
         return AUTHORS._replace(score_channel=bool(self.fork_layers)) if self.authors_compat else OURS
@@ -289,8 +294,7 @@ class ModelConfig:
         budget.check_range(self.block_size, name=name)
         if not self.scores and not self._keeps_all(budget):
             raise ValueError(
-                f"{name} = {budget.shown}: without scores this model keeps all forks; "
-                f"give {self.max_bubble} or more, or none"
+                f"{name} = {budget.shown}: without scores this model keeps all forks; give {self.max_bubble} or more"
             )
 
     @classmethod

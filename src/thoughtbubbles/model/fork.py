@@ -108,7 +108,7 @@ class ForkLayer(nn.Module):
         own = self.log_scores(streams.x)
         before = streams.log_score[..., None].expand_as(own)
         log_score = (own if self.own_scores else before if self.score is None else before + own).flatten(1)
-        token = streams.token[..., None].expand(-1, -1, 2).flatten(1)
+        token = streams.token[..., None].expand(-1, -1, 2).flatten(1)  # of one stream in each row a view: never written
         original = is_original(streams.token, n_tokens)
         forced = torch.stack([torch.zeros_like(original), original], dim=-1).flatten(1)
 

@@ -25,7 +25,7 @@ def tiny(form: str = "") -> RunConfig:
 
 def small_gpt2() -> RunConfig:
     """A small model for your own text in GPT-2's tokens. Most of its parameters are the 50,304 embeddings."""
-    model = replace(ModelConfig.named("tiny"), vocab_size=50304, block_size=256)
+    model = replace(ModelConfig.named("tiny"), vocab_size=50304, block_size=256, fork_reach=32)
     return RunConfig(
         name="small-gpt2",
         model=model,

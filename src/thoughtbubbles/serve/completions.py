@@ -49,8 +49,8 @@ def add_api(app: FastAPI, served: Served, worker: Worker) -> None:
             "created": created,
             "owned_by": "thoughtbubbles",
             "context_length": engine.capacity,
-            "budget": float(config.budget) if config.fork_layers else None,
-            "max_budget": float(engine.max_budget.largest) if config.fork_layers else None,
+            "budget": float(config.budget) if config.chooses_forks else None,
+            "max_budget": float(engine.max_budget.largest) if config.chooses_forks else None,
         }
 
     @app.get("/v1/models")

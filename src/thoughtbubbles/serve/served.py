@@ -65,7 +65,7 @@ class Served:
     def described(self, *, max_generate_budget: Budget | None = None) -> dict[str, Any]:
         """For the page: what can be chosen, and the model's shape. Traces take any budget, engines may have a limit."""
         config = self.model.config
-        forks = bool(config.fork_layers) and config.scores  # else there is nothing to choose
+        forks = config.chooses_forks
         limit: float = config.max_bubble
         if max_generate_budget is not None:
             limit = int(max_generate_budget.largest * 10**6) / 10**6  # rounded down, so that it can be asked for

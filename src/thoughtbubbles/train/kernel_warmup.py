@@ -81,7 +81,8 @@ def run_two_blocks(config: ModelConfig, device: torch.device, residual: torch.dt
         torch.autograd.grad(total, (originals.x, forks.x, *block.parameters()))
 
     run(config.copies * n_tokens, has_forked=False)
+    most = min(budget.largest_floor(n_tokens), config.max_bubble * n_tokens)
     if config.feedback:
-        run_forks_after_originals(max(1, budget.largest_floor(n_tokens) - n_tokens))
+        run_forks_after_originals(max(1, most - n_tokens))
     elif config.fork_layers:
-        run(budget.largest_floor(n_tokens), has_forked=True)
+        run(most, has_forked=True)

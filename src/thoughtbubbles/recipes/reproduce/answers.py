@@ -69,11 +69,7 @@ def without_forks(results: Results, *, gated: bool = False) -> list[str]:
     gated  with a gate per head too, for forks that have it
     """
     special = {"fork_layers", "copies", "block", *(() if gated else ("head_gate",))}
-    return [
-        row
-        for row, known in results.protocol.rows.items()
-        if row not in (PLAIN, GATED) and not special & set(known.model)
-    ]
+    return [row for row, known in results.protocol.rows.items() if row != PLAIN and not special & set(known.model)]
 
 
 def equal_cost(evidence: Evidence, value: Value, what: str) -> str:
