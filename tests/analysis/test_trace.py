@@ -139,6 +139,7 @@ FORMS = {
     "copy-3": {**PLAIN, "copies": 3},
     "mixture": {"budget": 1.5},
     "residual": {"merge": "residual", "budget": 4},
+    "forks": {"merge": "forks", "budget": 1.5},
     "block": {"selection": "block", "budget": 1.5},
     "fork layer before block 0": {"fork_layers": (0, 2)},
 }
@@ -174,6 +175,8 @@ def test_numbers_are_the_model_s(form):
             assert [stream.place for stream in bubble] == list(range(len(bubble)))[::-1]
             assert [stream.position for stream in bubble] == [close(t - s.place / len(bubble)) for s in bubble]
             assert sum(stream.weight for stream in bubble) == close(1)
+            if form == "forks":
+                assert bubble[-1].weight == (len(bubble) == 1)
     for before, stage, record in zip(found.stages, found.stages[1:], out.forks, strict=False):
         n_used = len(stage.streams)
         assert [stream.parent for stream in stage.streams] == record.parent[0, :n_used].tolist()

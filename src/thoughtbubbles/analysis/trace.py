@@ -41,7 +41,8 @@ class Stream:
     score: float
     """Cumulative, from 0 to 1."""
     weight: float
-    """Share of the bubble's scores: the weight in a merge by score."""
+    """Share of the bubble's scores: the weight in a merge by score. With merge `forks` only forks have one, unless the
+    original is alone."""
     parent: int | None
     """Index of a stream in the stage before; None in stage 0."""
     is_fork: bool
@@ -178,26 +179,28 @@ def _stages(model: Thoughtbubbles, out: Output, n_tokens: int) -> tuple[Stage, .
     first = model.config.form.first_position
     token = torch.arange(n_tokens).repeat_interleave(model.config.copies)[None]
     log_score = torch.zeros_like(token, dtype=torch.float64)
-    none = torch.full_like(token, -1)
-    found = [Stage(layer=0, streams=_streams(token, log_score, none, none == 0, n_tokens, first), dropped=())]
+    none, by = torch.full_like(token, -1), {"only_forks": model.config.merge == "forks"}
+    found = [Stage(layer=0, streams=_streams(token, log_score, none, none == 0, n_tokens, first, **by), dropped=())]
     assert out.forks is not None
     for record in out.forks:
         on_cpu = ForkRecord._make(part.cpu() if isinstance(part, Tensor) else part for part in record)
         n_used = int((on_cpu.token[0] < n_tokens).sum())
         token, parent, is_fork = (part[:, :n_used] for part in (on_cpu.token, on_cpu.parent, on_cpu.is_fork))
         log_score = on_cpu.log_score.gather(1, 2 * parent + ~is_fork).double()
-        streams = _streams(token, log_score, parent, is_fork, n_tokens, first)
+        streams = _streams(token, log_score, parent, is_fork, n_tokens, first, **by)
         found.append(Stage(layer=record.layer, streams=streams, dropped=_dropped(on_cpu, found[-1])))
     return tuple(found)
 
 
 def _streams(
-    token: Tensor, log_score: Tensor, parent: Tensor, is_fork: Tensor, n_tokens: int, first: int
+    token: Tensor, log_score: Tensor, parent: Tensor, is_fork: Tensor, n_tokens: int, first: int, *, only_forks: bool
 ) -> tuple[Stream, ...]:
     bubbles = find_bubbles(token, n_tokens)
     place = bubbles.end - torch.arange(token.shape[1])
     position = positions(token, bubbles, torch.float64) + first
     score = log_score.exp()
+    if only_forks:
+        log_score = log_score.masked_fill((place == 0) & (bubbles.size > 1), -math.inf)
     highest = torch.full((1, n_tokens), -math.inf, dtype=torch.float64).scatter_reduce(1, token, log_score, "amax")
     relative = (log_score - highest.gather(1, token)).exp()  # scores may underflow, so they are never divided
     weight = relative / torch.zeros_like(highest).scatter_add(1, token, relative).gather(1, token)
