@@ -29,8 +29,10 @@ from thoughtbubbles.model.cost import parameter_count
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.recipes.reproduce.corpus import open_corpus, part_of
 from thoughtbubbles.recipes.reproduce.measure import all_windows, copying, forks
-from thoughtbubbles.recipes.reproduce.protocols import GROUP, PROTOCOLS, TUNED, Protocol, Row, protocol
+from thoughtbubbles.recipes.reproduce.parts import GROUP, TUNED, Protocol, Row
+from thoughtbubbles.recipes.reproduce.protocols import PROTOCOLS, protocol
 from thoughtbubbles.recipes.reproduce.row import compare, make_record
+from thoughtbubbles.recipes.reproduce.sentences import PRESET
 from thoughtbubbles.recipes.reproduce.studies import study
 from thoughtbubbles.recipes.reproduce.study import Place
 from thoughtbubbles.recipes.reproduce.text_study import TextStudy
@@ -119,6 +121,18 @@ def test_the_protocol_long():
     assert config("long", "longer").steps == int(1.8 * 4 * TOKENS) // (64 * 512)
     three = {row for row, settings in protocol("long").rows.items() if settings.seeds == (0, 1, 2)}
     assert three == {"plain", "r1", "r2", "head-gate", "feedback-3-reach64-gate"}
+
+
+def test_the_presets_have_the_form_of_their_row():
+    shape = {"n_layer": 12, "n_head": 4, "width": 256, "vocab_size": 8192}
+    preset = ModelConfig.named("150m")
+    assert (preset.fork_layers, preset.n_layer) == ((4,), 16), "a quarter of the way up"
+    assert config("long", PRESET).model == replace(preset, **shape, fork_layers=(3,))
+    assert config("long", "head-gate").model == replace(ModelConfig.named("150m-gate"), **shape)
+    learned = config("screen", "feedback-3-reach64-scores-gate")
+    assert learned.model == replace(config("long", PRESET).model, scores=True)
+    elastic = config("screen", "feedback-3-reach64-elastic-gate")
+    assert (elastic.model, set(elastic.budgets)) == (learned.model, {1, 1.25, 1.5, 1.75, 2})
 
 
 def test_the_protocol_screen():

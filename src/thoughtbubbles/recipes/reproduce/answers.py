@@ -15,7 +15,7 @@ from thoughtbubbles.recipes.reproduce.compare_rows import (
     plus_minus,
     signed,
 )
-from thoughtbubbles.recipes.reproduce.protocols import PLAIN
+from thoughtbubbles.recipes.reproduce.parts import PLAIN
 from thoughtbubbles.recipes.reproduce.records import Evidence, Results, Value, flops, gpu_seconds, nats, tokens
 from thoughtbubbles.recipes.reproduce.sentences import PRESET, compared, lead, needs, sentence
 from thoughtbubbles.recipes.reproduce.tables import PAPER

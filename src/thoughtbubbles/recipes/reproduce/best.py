@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from thoughtbubbles.recipes.reproduce.answers import BATCHES
 from thoughtbubbles.recipes.reproduce.compare_rows import difference
-from thoughtbubbles.recipes.reproduce.protocols import PLAIN
+from thoughtbubbles.recipes.reproduce.parts import PLAIN
 from thoughtbubbles.recipes.reproduce.records import Evidence, Results, flops, gpu_seconds, nats, parameters, tokens
 from thoughtbubbles.recipes.reproduce.tables import NONE_YET, markdown
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from thoughtbubbles.recipes.reproduce.protocols import PLAIN
+from thoughtbubbles.recipes.reproduce.parts import PLAIN
 from thoughtbubbles.recipes.reproduce.records import Results, nats
 from thoughtbubbles.recipes.reproduce.study import Record
 

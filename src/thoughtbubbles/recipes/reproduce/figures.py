@@ -13,7 +13,7 @@ from thoughtbubbles.recipes.reproduce.compare_rows import (
     plus_minus,
     signed,
 )
-from thoughtbubbles.recipes.reproduce.protocols import GROUP, PLAIN
+from thoughtbubbles.recipes.reproduce.parts import GROUP, PLAIN
 from thoughtbubbles.recipes.reproduce.records import Evidence, Results, flops, gpu_seconds, nats, parameters
 from thoughtbubbles.recipes.reproduce.sentences import needs, sentence
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from thoughtbubbles.files import read_object
 from thoughtbubbles.model.config import ModelConfig
-from thoughtbubbles.recipes.reproduce.protocols import PLAIN, PROTOCOLS, Protocol, Row, protocol
+from thoughtbubbles.recipes.reproduce.parts import PLAIN, Protocol, Row
+from thoughtbubbles.recipes.reproduce.protocols import PROTOCOLS, protocol
 from thoughtbubbles.recipes.reproduce.study import Record, read_record
 
 STEPS_FILE = "steps.json"

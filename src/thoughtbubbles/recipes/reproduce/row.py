@@ -15,7 +15,7 @@ from thoughtbubbles.model.cost import parameter_count
 from thoughtbubbles.provenance import device_name, provenance
 from thoughtbubbles.recipes.reproduce.corpus import Corpus, open_corpus, part_of
 from thoughtbubbles.recipes.reproduce.measure import measure, zero_shot
-from thoughtbubbles.recipes.reproduce.protocols import PLAIN, Protocol
+from thoughtbubbles.recipes.reproduce.parts import PLAIN, Protocol
 from thoughtbubbles.recipes.reproduce.study import Place
 from thoughtbubbles.recipes.reproduce.training import (
     Trained,

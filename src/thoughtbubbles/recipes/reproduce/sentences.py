@@ -7,7 +7,7 @@ missing it names them.
 from collections.abc import Sequence
 
 from thoughtbubbles.recipes.reproduce.compare_rows import Difference, difference, signed
-from thoughtbubbles.recipes.reproduce.protocols import PLAIN
+from thoughtbubbles.recipes.reproduce.parts import PLAIN
 from thoughtbubbles.recipes.reproduce.records import Results, gpu_seconds, parameters, tokens
 
 PAGE = "docs/results/index.md"  # as seen from the README

@@ -14,7 +14,7 @@ from thoughtbubbles.recipes.reproduce.compare_rows import (
     of_seeds,
     signed,
 )
-from thoughtbubbles.recipes.reproduce.protocols import PLAIN, TUNED
+from thoughtbubbles.recipes.reproduce.parts import PLAIN, TUNED
 from thoughtbubbles.recipes.reproduce.records import Results, gpu_seconds, is_cpu, nats, parameters, tokens
 from thoughtbubbles.recipes.reproduce.study import Record
 from thoughtbubbles.train.forks import QUANTILE_NAMES

@@ -8,7 +8,7 @@ from thoughtbubbles.data.shards import read_index
 from thoughtbubbles.evals.documents import data_folder, find_files
 from thoughtbubbles.evals.settings import ZERO_SHOT
 from thoughtbubbles.evals.tasks import TASKS
-from thoughtbubbles.recipes.reproduce.protocols import Protocol
+from thoughtbubbles.recipes.reproduce.parts import Protocol
 from thoughtbubbles.recipes.reproduce.records import nats, read_protocol
 from thoughtbubbles.recipes.reproduce.row import check_text, compare, make_record, text_of
 from thoughtbubbles.recipes.reproduce.study import Place, Record, Study

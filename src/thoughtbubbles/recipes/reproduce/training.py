@@ -10,7 +10,7 @@ from typing import Any
 
 from thoughtbubbles.checkpoint import checkpoints
 from thoughtbubbles.files import is_locked
-from thoughtbubbles.recipes.reproduce.protocols import GROUP
+from thoughtbubbles.recipes.reproduce.parts import GROUP
 from thoughtbubbles.recipes.reproduce.study import Stopped
 from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.loop import train

@@ -18,7 +18,7 @@ from typing import Any
 from thoughtbubbles.data.tasks import TASKS, task_named
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.cost import flops
-from thoughtbubbles.recipes.reproduce.protocols import GROUP
+from thoughtbubbles.recipes.reproduce.parts import GROUP
 from thoughtbubbles.train.config import DataConfig, EvalConfig, LogConfig, OptimConfig, RunConfig, SaveConfig
 
 SEEDS = (0, 1, 2)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.recipes.reproduce.corpus import Corpus
-from thoughtbubbles.recipes.reproduce.protocols import GROUP, R1, R2
+from thoughtbubbles.recipes.reproduce.parts import GROUP, R1, R2
 from thoughtbubbles.recipes.shipped import MODEL
 from thoughtbubbles.train.config import DataConfig, EvalConfig, LogConfig, OptimConfig, RunConfig, SaveConfig
 

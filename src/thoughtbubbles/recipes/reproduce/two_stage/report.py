@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from thoughtbubbles.recipes.reproduce.compare_rows import error_over_windows, plus_minus, signed
-from thoughtbubbles.recipes.reproduce.protocols import PLAIN
+from thoughtbubbles.recipes.reproduce.parts import PLAIN
 from thoughtbubbles.recipes.reproduce.study import Record
 from thoughtbubbles.recipes.reproduce.tables import NONE_YET, markdown
 from thoughtbubbles.recipes.reproduce.two_stage.protocol import ROWS
