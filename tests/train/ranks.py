@@ -46,6 +46,15 @@ def muon(folder: Path) -> None:
     run(folder, steps=6, **precise, optim_kind="muon", model_head_gate=True, model_block="modern")
 
 
+FEEDBACK = {
+    "model_fork_layers": (1,),
+    "model_fork_reach": 3,
+    "model_merge": "forks",
+    "model_feedback": True,
+    "model_scores": False,
+}
+
+
 def masked(folder: Path) -> None:
     """Rows with very different numbers of targets: a mean of the ranks' means would be wrong."""
     run(folder, steps=4, compute_precision="float64", data_mixture=(str(folder / "examples"),), eval_sample_tokens=0)
@@ -53,14 +62,20 @@ def masked(folder: Path) -> None:
 
 def checkpointed(folder: Path) -> None:
     """Also with blocks that forks go through twice."""
-    forks = {"model_fork_layers": (1,), "model_fork_reach": 3, "model_merge": "forks", "model_feedback": True}
-    forks["model_scores"] = False
-    run(folder, steps=4, compute_precision="float64", compute_activation_checkpointing=True, **forks)
+    run(folder, steps=4, compute_precision="float64", compute_activation_checkpointing=True, **FEEDBACK)
 
 
 def compiled(folder: Path) -> None:
     options = {"compute_precision": "float64", "compute_compile": True, "model_head_gate": True}
     run(folder, steps=2, **options, eval_sample_tokens=0)
+
+
+def feedback(folder: Path, *, is_compiled: bool = False) -> None:
+    run(folder, steps=2, compute_precision="float64", compute_compile=is_compiled, **FEEDBACK, eval_sample_tokens=0)
+
+
+def compiled_feedback(folder: Path) -> None:
+    feedback(folder, is_compiled=True)
 
 
 def decisions(folder: Path) -> None:

@@ -103,6 +103,8 @@ OPTIONS = {
     "bf16": (4, LOW_PRECISION_TRAINING),
     "muon": (6, LOW_PRECISION_TRAINING),
     "compiled": (2, SAME_TRAINING),
+    "feedback": (2, SAME_TRAINING),
+    "compiled_feedback": (2, SAME_TRAINING),
 }
 
 
@@ -116,6 +118,8 @@ def test_options_on_two_ranks(tmp_path):
     on_ranks(2, " ".join(OPTIONS), tmp_path, "two")
     for check, (steps, atol) in OPTIONS.items():
         assert_close(tmp_path / check / "one", tmp_path / check / "two", steps=steps, atol=atol)
+    eager, compiled = (tmp_path / check / "one" for check in ("feedback", "compiled_feedback"))
+    assert_close(eager, compiled, steps=2, atol=SAME_TRAINING)
 
 
 @pytest.mark.slow

@@ -13,15 +13,17 @@ are computed in parallel, two passes deep, and nothing of the future is in y. Wh
 before: then original and fork of a token go through the blocks together.
 """
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from thoughtbubbles.model.attention import AttentionPath
 from thoughtbubbles.model.block import Block, Residual
+from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.gradients import gather_with_inverse
 from thoughtbubbles.model.layout import Layout, Originals, Reach
 from thoughtbubbles.model.rope import Rotary
@@ -30,6 +32,80 @@ from thoughtbubbles.model.streams import Streams, is_original, streams_up_to, ta
 
 if TYPE_CHECKING:
     from thoughtbubbles.model.transformer import Thoughtbubbles
+
+
+class Split(NamedTuple):
+    """Which streams are originals and which are forks, and their places among their kind."""
+
+    original: Bool[Tensor, "B S"]
+    own: Int[Tensor, "B T"]  # the slot of each original; in a padded row the last columns belong to nothing
+    place_of_own: Int[Tensor, "B S"]
+    fork: Int[Tensor, "B F"]
+    place_of_fork: Int[Tensor, "B S"]
+
+
+Apart: TypeAlias = tuple[Streams, Layout, Split]
+
+
+def take_apart(streams: Streams, layout: Layout, config: ModelConfig, *, n_tokens: int, n_forks: int) -> Apart:
+    """The originals alone, and where they were."""
+    original = is_original(streams.token, n_tokens)
+    split = Split(original, *pack(original, n_tokens), *pack(~original & (streams.token < n_tokens), n_forks))
+    if not config.scores:
+        return Streams(*(each[:, 1::2].contiguous() for each in streams)), in_pairs(layout, 1), split
+    chosen = split.own, split.place_of_own
+    return some_of(streams, *chosen, n_tokens), layout_of(layout, *chosen), split
+
+
+def begin_forks(
+    layer: nn.Module,
+    streams: Streams,
+    layout: Layout,
+    last: Float[Tensor, "B T D"],
+    split: Split,
+    config: ModelConfig,
+) -> tuple[Streams, Layout]:
+    """Forks with what they get of the previous token's last state."""
+    n_tokens = last.shape[1]
+    said = F.pad(layer.feed_back(last)[:, :-1], (0, 0, 1, 0)).to(streams.x.dtype)  # type: ignore[operator]
+    if not config.scores:
+        x, log_score, token = (each[:, ::2].contiguous() for each in streams)
+        forks = Streams(x + said, log_score, token)
+        of_forks = in_pairs(layout, 0)
+    else:
+        said = gather_with_inverse(said, split.place_of_own, split.own[..., None])
+        said = F.pad(said[:, 1:], (0, 0, 0, 1))  # a token has at most one fork, in the slot left of its original
+        begun = Streams(streams.x + said, streams.log_score, streams.token)
+        forks = some_of(begun, split.fork, split.place_of_fork, n_tokens)
+        of_forks = layout_of(layout, split.fork, split.place_of_fork)
+    up_to = forks_up_to(streams_up_to(streams.token, n_tokens), split.original.sum(1, keepdim=True))
+    assert config.fork_reach is not None
+    return forks, Layout(*of_forks[:5], Reach(forks.token, up_to, config.fork_reach))
+
+
+def join(
+    streams: Streams,
+    originals: Float[Tensor, "B T D"],
+    forks: Float[Tensor, "B F D"] | None,
+    split: Split,
+    config: ModelConfig,
+) -> Streams:
+    """All streams again, in their order."""
+    if forks is not None and not config.scores:
+        return Streams(torch.stack([forks, originals], dim=2).flatten(1, 2), streams.log_score, streams.token)
+    x = gather_with_inverse(originals, split.place_of_own, split.own[..., None])
+    if forks is not None:
+        back = gather_with_inverse(forks, split.place_of_fork, split.fork[..., None])
+        x = torch.where(split.original[..., None], x, back)
+    return Streams(x, streams.log_score, streams.token)
+
+
+class Steps(NamedTuple):
+    """What happens between the blocks; training replaces them by compiled ones."""
+
+    take_apart: Callable[..., Apart] = take_apart
+    begin_forks: Callable[..., tuple[Streams, Layout]] = begin_forks
+    join: Callable[..., Streams] = join
 
 
 def originals_first(
@@ -47,38 +123,25 @@ def originals_first(
 
     n_forks  at most, in a row
     """
-    blocks = model.blocks[layer:]
-    original = is_original(streams.token, n_tokens)
-    # In a padded row there are fewer originals than columns: then the last columns belong to nothing.
-    own, place_of_own = pack(original, n_tokens)
-    state, alone = some_of(streams, own, place_of_own, n_tokens), layout_of(layout, own, place_of_own)
+    blocks, config, steps = model.blocks[layer:], model.config, model.feedback_steps
+    state, alone, split = steps.take_apart(streams, layout, config, n_tokens=n_tokens, n_forks=n_forks)
     residual, kept = Residual(state.x), []
     for block in blocks:
         residual = block(residual, alone, path, keep=n_forks > 0)
         kept.append(residual.kept)
-    state = model.apply_update(state, residual, alone)
-    last = gather_with_inverse(state.x, place_of_own, own[..., None])
+    last = model.apply_update(state, residual, alone).x
     if n_forks == 0:
-        return Streams(last, streams.log_score, streams.token)
+        return steps.join(streams, last, None, split, config)
 
-    fork, place_of_fork = pack(~original & (streams.token < n_tokens), n_forks)
-    said = F.pad(model.forks[str(layer)].feed_back(state.x)[:, :-1], (0, 0, 1, 0))  # type: ignore[operator]
-    said = gather_with_inverse(said, place_of_own, own[..., None])
-    said = F.pad(said[:, 1:], (0, 0, 0, 1))  # a token has at most one fork, in the slot left of its original
-    begun = Streams(streams.x + said.to(streams.x.dtype), streams.log_score, streams.token)
-    forks = some_of(begun, fork, place_of_fork, n_tokens)
-    up_to = forks_up_to(streams_up_to(streams.token, n_tokens), original.sum(1, keepdim=True))
-    assert model.config.fork_reach is not None
-    reach = Reach(forks.token, up_to, model.config.fork_reach)
-    is_kernel = cast(Block, blocks[0]).attention.takes_kernel(streams.x, path_of_forks)
-    visible = None if is_kernel else visible_to_forks(reach)
-    of_forks = Layout(*layout_of(layout, fork, place_of_fork)[:5], reach, visible)
+    forks, of_forks = steps.begin_forks(model.forks[str(layer)], streams, layout, last, split, config)
+    if not cast(Block, blocks[0]).attention.takes_kernel(streams.x, path_of_forks):
+        assert of_forks.reach is not None
+        of_forks = of_forks._replace(visible=visible_to_forks(of_forks.reach))
     residual = Residual(forks.x)
     for block, of_originals in zip(blocks, kept, strict=True):
         residual = block(residual, of_forks, path_of_forks, Originals(of_originals, alone.key_bias))
     after = model.apply_update(forks, residual, of_forks)
-    back = gather_with_inverse(after.x, place_of_fork, fork[..., None])
-    return Streams(torch.where(original[..., None], last, back), streams.log_score, streams.token)
+    return steps.join(streams, last, after.x, split, config)
 
 
 def forks_up_to(streams_up_to: Int[Tensor, "B T"], length: Int[Tensor, "B 1"]) -> Int[Tensor, "B T"]:
@@ -115,6 +178,12 @@ def some_of(streams: Streams, chosen: Int[Tensor, "B n"], place: Int[Tensor, "B 
     token = torch.where(chosen < streams.token.shape[1], take_or_zero(streams.token, chosen), n_tokens)
     x, log_score = (gather_with_inverse(each, chosen, place[..., None]) for each in (streams.x, streams.log_score))
     return Streams(x, log_score, token)
+
+
+def in_pairs(layout: Layout, place: int) -> Layout:
+    """Of the forks (0) or originals (1), if each token has one of both. Such streams are not attenuated."""
+    cos, sin = (table[:, :, place::2].contiguous() for table in layout.rotary)
+    return Layout(Rotary(cos, sin))
 
 
 def layout_of(layout: Layout, chosen: Int[Tensor, "B F"], place: Int[Tensor, "B S"]) -> Layout:

@@ -20,7 +20,7 @@ from thoughtbubbles.model.attention import PATHS, AttentionPath, recording_atten
 from thoughtbubbles.model.block import Block, Residual
 from thoughtbubbles.model.budget import Budget, BudgetLike
 from thoughtbubbles.model.config import ModelConfig
-from thoughtbubbles.model.feedback import among_all_streams, originals_first
+from thoughtbubbles.model.feedback import Steps, among_all_streams, originals_first
 from thoughtbubbles.model.fork import ForkLayer, ForkRecord, ScoreHead
 from thoughtbubbles.model.initial import SkipInit, draw_normal, has_numbers
 from thoughtbubbles.model.layout import Layout, find_layout
@@ -42,6 +42,7 @@ class Output(NamedTuple):
 
 
 class Thoughtbubbles(nn.Module):
+    feedback_steps = Steps()
     stream_dtype: torch.dtype | None = None  # of the residual between blocks; None: the dtype of the weights
 
     def __init__(self, config: ModelConfig, *, attention: Literal["fused", "reference"] = "fused"):

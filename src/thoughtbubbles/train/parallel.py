@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from thoughtbubbles import kernels
 from thoughtbubbles.distributed import World
 from thoughtbubbles.model.config import OURS
+from thoughtbubbles.model.feedback import Steps
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import ComputeConfig
 
@@ -83,6 +84,7 @@ def _compile(model: Thoughtbubbles, *, blocks: bool) -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
     for part in [*(model.blocks if blocks else ()), *model.forks.values()]:
         part.compile(dynamic=False)
+    model.feedback_steps = Steps(*(torch.compile(step, dynamic=False) for step in model.feedback_steps))  # type: ignore[arg-type]
     model.apply_update = torch.compile(model.apply_update, dynamic=False)  # type: ignore[method-assign]
     model.layout = torch.compile(model.layout, dynamic=False)  # type: ignore[method-assign]
     model.mean_nll = torch.compile(model.mean_nll, dynamic=False)  # type: ignore[method-assign]
