@@ -44,15 +44,15 @@ class Split(NamedTuple):
     place_of_fork: Int[Tensor, "B S"]
 
 
-Apart: TypeAlias = tuple[Streams, Layout, Split]
+Apart: TypeAlias = tuple[Streams, Layout, Split | None]
 
 
 def take_apart(streams: Streams, layout: Layout, config: ModelConfig, *, n_tokens: int, n_forks: int) -> Apart:
-    """The originals alone, and where they were."""
+    """The originals alone, and where they were. Without scores all tokens have a fork, left of it: no need to look."""
+    if not config.scores:
+        return Streams(*(each[:, 1::2].contiguous() for each in streams)), in_pairs(layout, 1), None
     original = is_original(streams.token, n_tokens)
     split = Split(original, *pack(original, n_tokens), *pack(~original & (streams.token < n_tokens), n_forks))
-    if not config.scores:
-        return Streams(*(each[:, 1::2].contiguous() for each in streams)), in_pairs(layout, 1), split
     chosen = split.own, split.place_of_own
     return some_of(streams, *chosen, n_tokens), layout_of(layout, *chosen), split
 
@@ -62,23 +62,24 @@ def begin_forks(
     streams: Streams,
     layout: Layout,
     last: Float[Tensor, "B T D"],
-    split: Split,
+    split: Split | None,
     config: ModelConfig,
 ) -> tuple[Streams, Layout]:
     """Forks with what they get of the previous token's last state."""
     n_tokens = last.shape[1]
     said = F.pad(layer.feed_back(last)[:, :-1], (0, 0, 1, 0)).to(streams.x.dtype)  # type: ignore[operator]
-    if not config.scores:
+    up_to = streams_up_to(streams.token, n_tokens)
+    if split is None:
         x, log_score, token = (each[:, ::2].contiguous() for each in streams)
         forks = Streams(x + said, log_score, token)
-        of_forks = in_pairs(layout, 0)
+        of_forks, up_to = in_pairs(layout, 0), up_to // 2
     else:
         said = gather_with_inverse(said, split.place_of_own, split.own[..., None])
         said = F.pad(said[:, 1:], (0, 0, 0, 1))  # a token has at most one fork, in the slot left of its original
         begun = Streams(streams.x + said, streams.log_score, streams.token)
         forks = some_of(begun, split.fork, split.place_of_fork, n_tokens)
         of_forks = layout_of(layout, split.fork, split.place_of_fork)
-    up_to = forks_up_to(streams_up_to(streams.token, n_tokens), split.original.sum(1, keepdim=True))
+        up_to = forks_up_to(up_to, split.original.sum(1, keepdim=True))
     assert config.fork_reach is not None
     return forks, Layout(*of_forks[:5], Reach(forks.token, up_to, config.fork_reach))
 
@@ -87,11 +88,11 @@ def join(
     streams: Streams,
     originals: Float[Tensor, "B T D"],
     forks: Float[Tensor, "B F D"] | None,
-    split: Split,
-    config: ModelConfig,
+    split: Split | None,
 ) -> Streams:
     """All streams again, in their order."""
-    if forks is not None and not config.scores:
+    if split is None:
+        assert forks is not None
         return Streams(torch.stack([forks, originals], dim=2).flatten(1, 2), streams.log_score, streams.token)
     x = gather_with_inverse(originals, split.place_of_own, split.own[..., None])
     if forks is not None:
@@ -131,7 +132,7 @@ def originals_first(
         kept.append(residual.kept)
     last = model.apply_update(state, residual, alone).x
     if n_forks == 0:
-        return steps.join(streams, last, None, split, config)
+        return steps.join(streams, last, None, split)
 
     forks, of_forks = steps.begin_forks(model.forks[str(layer)], streams, layout, last, split, config)
     if not cast(Block, blocks[0]).attention.takes_kernel(streams.x, path_of_forks):
@@ -141,7 +142,7 @@ def originals_first(
     for block, of_originals in zip(blocks, kept, strict=True):
         residual = block(residual, of_forks, path_of_forks, Originals(of_originals, alone.key_bias))
     after = model.apply_update(forks, residual, of_forks)
-    return steps.join(streams, last, after.x, split, config)
+    return steps.join(streams, last, after.x, split)
 
 
 def forks_up_to(streams_up_to: Int[Tensor, "B T"], length: Int[Tensor, "B 1"]) -> Int[Tensor, "B T"]:
