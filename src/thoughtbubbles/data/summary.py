@@ -17,7 +17,7 @@ MUCH = 10**8  # tokens: enough for one of the paper's models
 EPOCHS, LEAST_STEPS, MOST_BLOCK = 5, 100, 512
 NEXT = {  # recipes to suggest: name, context length, and minimum number of tokens
     "bytes": (("tiny", 128, 0),),
-    "gpt2": (("150m-r2", 512, MUCH), ("small-gpt2", 256, 0)),
+    "gpt2": (("150m", 512, MUCH), ("small-gpt2", 256, 0)),
     TRAINED: ((SHIPPED, 512, MUCH), ("small-gpt2", 256, 0)),
 }
 
