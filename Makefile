@@ -1,6 +1,6 @@
-# make demo      the model in the package at work, then two small ones trained side by side (two minutes on two cores)
-# make test      the core suite: all that a change must pass (a few minutes on two cores)
-# make test-all  that, and what is slow or heavy
+# make demo      the model in the package at work, then two small ones trained side by side (under three minutes on two cores)
+# make test      the core suite (a few minutes on two cores)
+# make test-all  that, and what is slow or heavy: what a change must pass
 # make check     format, lint, types, import order
 # make format    rewrite the code in the project's format
 # make wheel     the wheel and the source distribution of a release, in dist/
@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Else every run would rewrite and compile all tests again.
 unexport PYTHONDONTWRITEBYTECODE
 # One worker a core; PYTEST_ARGS="-k loss" narrows a run down.
-PYTEST := $(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 .PHONY: demo test test-all check format wheel clean
 

@@ -249,17 +249,15 @@ def measure_protocol(
     rows_tried: list[int],
     new: int,
 ) -> None:
-    """Rows with the same model, such as `plain` and `longer`, are measured once.
-
-    On a GPU one after another, each written as soon as it is measured; on a CPU, whose speed varies, all in turns.
-    """
+    """Rows with the same model, such as `plain` and `longer`, are measured once; all in turns, since a step's time
+    varies by some percent from one measurement to the next."""
     precision = {"dtype": str(DTYPES[device]).removeprefix("torch."), "prompt": PROMPT, "new": new}
     kind = {"device": device_name(device), "torch": torch.__version__, **precision}
     known_rows(path, kind)  # before anything is measured
     measured_as = {row: next(other for other in configs if configs[other] == configs[row]) for row in configs}
-    first = list(dict.fromkeys(measured_as[row] for row in chosen))
-    for part in [[row] for row in first] if device == "cuda" else [first]:
-        found = measure_rows({row: configs[row] for row in part}, device, rows_tried=rows_tried, new=new)
+    first = dict.fromkeys(measured_as[row] for row in chosen)
+    for rows in rows_tried:
+        found = measure_rows({row: configs[row] for row in first}, device, rows_tried=[rows], new=new)
         for row, at in found.items():
             at = known_rows(path, kind).get(row, {}) | at
             as_others = {other: {"measured_as": row, **at} for other in configs if measured_as[other] == row != other}

@@ -36,9 +36,9 @@ OPTIONS = {
 FORKS = {"model.merge": "residual"}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # recipe and options
     "plain": ("150m-plain", {}),
-    "gate": ("150m-r2", {**FORKS, "model.budget": 1}),
-    "causal": ("150m-r2", FORKS),
-    "block": ("150m-r2", {**FORKS, "model.selection": "block"}),
+    "gate": ("150m-causal", {**FORKS, "model.budget": 1}),
+    "causal": ("150m-causal", FORKS),
+    "block": ("150m-paper", FORKS),
 }
 
 

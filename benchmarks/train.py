@@ -22,7 +22,7 @@ import torch
 from common import write_results
 
 ROWS = {"150m": 64, "1.9b": 8}
-CASES = ["150m-plain", "150m-r2", "150m-r2-block", "1.9b-plain", "1.9b-r2"]  # recipes, and one with block selection
+CASES = ["150m-plain", "150m-causal", "150m-paper", "1.9b-plain", "1.9b-causal"]  # recipes
 
 
 def train(
@@ -34,8 +34,7 @@ def train(
     """
     rows = ROWS[recipe.partition("-")[0]]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    command = [sys.executable, *launcher, "-m", "thoughtbubbles", "train", recipe.removesuffix("-block")]
-    command += ["--out", str(out), *["--model.selection", "block"] * recipe.endswith("-block")]
+    command = [sys.executable, *launcher, "-m", "thoughtbubbles", "train", recipe, "--out", str(out)]
     command += ["--data.mixture", str(data), "--tokens-per-step", str(rows * 512), "--tokens", str(steps * rows * 512)]
     command += ["--compute.micro-batch-size", str(rows), "--eval.tokens", "8192", "--eval.sample-tokens", "8", *more]
     begin, first = time.perf_counter(), 0.0
@@ -68,11 +67,11 @@ def losses(out: Path) -> list[float]:
 def check(data: Path, folder: Path) -> dict[str, Any]:
     """Resumed = uninterrupted on this device; one rank under torchrun (NCCL, FSDP2) = no torchrun."""
     more = ["--save.every", "4"]
-    train("150m-r2", data, folder / "whole", steps=8, more=more)
+    train("150m-causal", data, folder / "whole", steps=8, more=more)
     shutil.copytree(folder / "whole", folder / "resumed")
     shutil.rmtree(folder / "resumed" / "step-00000008")
-    train("150m-r2", data, folder / "resumed", steps=8, more=[*more, "--resume"])
-    train("150m-r2", data, folder / "sharded", steps=8, more=more, ranks=1)
+    train("150m-causal", data, folder / "resumed", steps=8, more=[*more, "--resume"])
+    train("150m-causal", data, folder / "sharded", steps=8, more=more, ranks=1)
     whole, resumed, sharded = (losses(folder / name) for name in ("whole", "resumed", "sharded"))
     assert len(whole) == len(resumed) == len(sharded) == 8
     found = {

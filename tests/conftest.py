@@ -1,9 +1,10 @@
 """Shape annotations are checked at run time in tests only; every test starts from the same seed.
 
 Checking takes longer than a small model itself, so not all tests do it: those of the model that are not slow, and a
-file of each folder that has annotated functions.
+file of each folder that has annotated functions; without the slow tests, a third of these.
 """
 
+import zlib
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,6 +36,8 @@ settings.load_profile("repeatable")
 @pytest.fixture(autouse=True)
 def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
     is_checked = any(place in (request.path, *request.path.parents) for place in WITH_SHAPE_CHECKS)
+    if request.config.option.markexpr == "not slow":
+        is_checked = is_checked and zlib.crc32(request.node.nodeid.encode()) % 3 == 0
     is_slow = request.node.get_closest_marker("slow") is not None
     jaxtyping.config.update("jaxtyping_disable", is_slow or not is_checked)
     torch.set_num_threads(1)  # if a test has changed it: sums keep their order
@@ -47,5 +50,5 @@ def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def no_shape_checks(_same_start: None) -> None:
-    """For tests of our own errors: users have no shape checks, which would raise first."""
+    """For tests of our own errors, as users have no shape checks, which would raise first; and where they take long."""
     jaxtyping.config.update("jaxtyping_disable", True)

@@ -68,8 +68,8 @@ FAULTS = [
     Fault("kernels/ops.py", "LEAST_APART = -40.0", "LEAST_APART = -4000.0", ATTENTION),
     Fault(
         "kernels/attention.py",
-        "p = tl.where(m[None, :] >= n[:, None], p, 0.0)",
-        "p = tl.where(m[None, :] > n[:, None], p, 0.0)",
+        "p = tl.where(seen[None, :] > n[:, None], p, 0.0)",
+        "p = tl.where(seen[None, :] > n[:, None] + 1, p, 0.0)",
         ATTENTION,
     ),
     Fault("kernels/norm.py", "r * (g - average - xhat * slope)", "r * (g - xhat * slope)", ATTENTION),
@@ -121,16 +121,18 @@ FAULTS = [
     ),
     Fault("kernels/adamw.py", "if self._sizes is None or places != self._places:", "if self._sizes is None:", OPTIM),
     Fault("kernels/chunk.py", "values, summed * fade[:, None])", "values, summed)", GRAPH),
-    Fault("kernels/decode.py", "total = total * fade + parts * weight", "total = total + parts * weight", GRAPH),
+    Fault(
+        "kernels/decode_attention.py", "total = total * fade + parts * weight", "total = total + parts * weight", GRAPH
+    ),
     Fault("generate/graph.py", "row * width + packed - first[row]", "row * width", GRAPH),
     Fault(
-        "kernels/decode.py",
+        "kernels/decode_attention.py",
         "(w[None, :] <= w[:, None]) & real[None, :]",
         "(w[None, :] < w[:, None]) & real[None, :]",
         GRAPH,
     ),
-    Fault("kernels/decode.py", "key_bias + b * S + kept + w,", "key_bias + b * S + w,", GRAPH),
-    Fault("generate/fast_blocks.py", "attention.gate_heads(heads, h)", "heads", GRAPH),
+    Fault("kernels/decode_attention.py", "key_bias + b * S + slot", "key_bias + slot", GRAPH),
+    Fault("kernels/decode_attention.py", "head_gate, stream * N + head,", "head_gate, stream * N,", GRAPH),
     # Training on several ranks, steps, precision
     Fault(
         "train/parallel.py", "group.set_gradient_divide_factor(1.0)", "group.set_gradient_divide_factor(2.0)", PARALLEL
@@ -260,8 +262,7 @@ FAULTS = [
         FORK,
     ),
     Fault("model/fork.py", "FLOOR = -20.0", "FLOOR = -25.0", MODEL),
-    Fault("model/attention.py", "self.out.product(self.gate_heads(heads, x))", "self.out.product(heads)", ATTENTION),
-    Fault("model/attention.py", "self.out(self.gate_heads(heads, x))", "self.out(heads)", MODEL),
+    Fault("model/attention.py", "heads = self.gate_heads(heads, x)", "heads = heads", MODEL),
     Fault(
         "model/attention.py",
         "high = (bias.detach().view(torch.int32) & -(1 << 16)).view(torch.float32)",
@@ -283,9 +284,9 @@ FAULTS = [
         "if len(outside := np.flatnonzero(place >= np.uint64(n))):",
         "tests/data/test_loader.py",
     ),
-    Fault("generate/cache.py", "new.shape[slots]) - 1", "new.shape[slots]) - 2", DECODE),
+    Fault("generate/cache.py", ') - (name != "kept")', ') - 2 * (name != "kept")', DECODE),
     Fault("generate/cache.py", "not held <= capacity <= config", "not 0 <= capacity <= config", DECODE),
-    Fault("generate/readers.py", "if longest > self.cache.capacity:", "if False:", REQUESTS),
+    Fault("generate/readers.py", "if reading.longest > self.cache.capacity:", "if False:", REQUESTS),
     Fault("generate/readers.py", "budget = [self.budgets[row] for row in asked]", "budget = 1", REQUESTS),
     Fault("generate/readers.py", ", room, budget=self._budget)", ", room)", REQUESTS),
     # Hugging Face and the authors' checkpoints
@@ -335,11 +336,11 @@ FAULTS = [
     Fault("generate/packed.py", "        n_earlier = 2 * used\n", "        n_earlier = n_earlier\n", PACKED),
     Fault("generate/packed.py", "number[streams.token], find", "streams.token, find", PACKED),
     Fault("generate/packed.py", "before=self._before(levels), kept=self.kept", "before=self._before(levels)", PACKED),
-    Fault("generate/cache.py", "            earlier = n\n", "", PACKED),
-    Fault("generate/cache.py", "< n_tokens).sum())  # in the order", "<= n_tokens).sum())  # in the order", PACKED),
+    Fault("generate/cache.py", "span.used[row] = earlier = streams", "span.used[row] = streams", PACKED),
+    Fault("generate/cache.py", "int(span.used[source])] < n_tokens", "int(span.used[source])] <= n_tokens", PACKED),
     Fault("generate/scheduler.py", "repr(self.budget).encode()", 'b""', ENGINE),
     Fault("generate/scheduler.py", "                self._forget(work.row)\n", "", ENGINE),
-    Fault("generate/scheduler.py", "            if n > room:  # a whole", "            if False:  # a whole", ENGINE),
+    Fault("generate/scheduler.py", "            if n > room:", "            if False:", ENGINE),
     Fault(
         "generate/scheduler.py",
         "            self._reading.append(work)\n\n    def release",
@@ -349,7 +350,7 @@ FAULTS = [
     Fault("generate/scheduler.py", "self.chunk or not work.can_share or", "self.chunk or", ENGINE),
     Fault("generate/engine.py", "sampling.seed, handle.job.n_new) for", "sampling.seed, 0) for", ENGINE),
     Fault("generate/sample.py", "uniform(seed, index + i)", "uniform(seed, index)", ENGINE),
-    Fault("generate/engine.py", "            self._seen[token.id] = True\n", "            pass\n", ENGINE),
+    Fault("generate/handle.py", "            self._seen[token.id] = True\n", "            pass\n", ENGINE),
     Fault("generate/engine.py", "Scored(handle, first + i, token)", "Scored(handle, i, token)", ENGINE),
     Fault("recipes/reproduce/records.py", "/ max(tokens(each)", "/ min(tokens(each)", "tests/recipes/test_report.py"),
     Fault("serve/served.py", "else each[head] for each", "else each[0] for each", "tests/serve/test_watch_api.py"),

@@ -1,6 +1,7 @@
 """The command line: starts fast, explains itself, and reports a user's mistake in one line."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -46,6 +47,18 @@ def test_help_and_version():
     assert "parameters, FLOPs, streams" in run("inspect", "--help").stdout
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
+@pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_a_reader_who_has_stopped(arguments, options):
+    """As with `| head`: no traceback."""
+    end, pipe = os.pipe()
+    os.close(end)
+    command = [sys.executable, *options, "-m", "thoughtbubbles", *arguments]
+    done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True)
+    os.close(pipe)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -75,7 +88,8 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "jax
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_inspect(show):
+@pytest.mark.slow
+def test_inspect_of_a_size_of_the_paper(show):
     shown = show("inspect", "150m", "--budgets", "2", "--copies", "3")
     for expected in (
         "152,040,960",
@@ -87,6 +101,9 @@ def test_inspect(show):
         "0–15: 1,536 (3)",
     ):
         assert expected in shown
+
+
+def test_inspect(show):
     assert "block, r = 2" in show("inspect", "nano-paper")
     assert "causal, r = 2, reach 0" in show("inspect", "nano", "--reach", "0")
     assert "r = " not in show("inspect", "nano-plain")
@@ -112,7 +129,7 @@ def test_inspect_shows_the_bytes_of_the_kv_cache(show):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fly"], "no verb 'fly'; choose from: analyze, audit, bench, demo, eval"),
+        (["fly"], "no verb 'fly'; choose from: analyze, audit, bench, demo, download, eval"),
         (["inspect", "huge"], "thoughtbubbles inspect: no model is named 'huge'"),
         (["inspect", "nano", "--budgets", "0.5"], "budget = 0.5 is below 1"),
         (["inspect", "nano", "--tokens", "99"], "--tokens 99: a row of nano has from 1 to 32 tokens"),
@@ -130,9 +147,9 @@ def test_inspect_shows_the_bytes_of_the_kv_cache(show):
         (["train", "tiny-plane"], "no recipe is named 'tiny-plane': did you mean tiny-plain"),
         (["train", "tiny", "--optim.lr", "-1"], "--optim.lr -1.0: give a positive number"),
         (["train", "tiny", "--out", "/dev/null/run"], "/dev/null/run"),
-        (["train", "150m-r2"], "data/openwebtext"),
-        (["train", "150m-r2", "--out", "/tmp/never"], "data/openwebtext"),
-        (["train", "150m-r2", "--dry-run"], "data/openwebtext"),
+        (["train", "150m-causal"], "data/openwebtext"),
+        (["train", "150m-causal", "--out", "/tmp/never"], "data/openwebtext"),
+        (["train", "150m-causal", "--dry-run"], "data/openwebtext"),
         (["train", "tiny", "--dry-run", "--data.val", "nowhere"], "nowhere"),
         (["train", "tiny", "--dry-run", "--model.vocab-size", "100"], "--model.vocab-size 100 is too small"),
         (["train", "tiny", "--dry-run", "--init-from", "nowhere"], "nowhere does not exist"),
@@ -199,10 +216,10 @@ def test_the_list_of_recipes(show):
         "small-gpt2",
         "7,648,792",
         "scaling suite",
-        "150m-r2",
-        "--model.selection block",
+        "150m-causal",
+        "150m-paper",
         "--data.mixture data/pes2o",
-        "1.9b-r2-midtrain",
+        "1.9b-causal-midtrain",
         "1,915,955,200",
         "772m-extended-forking",
         "2.5B",
@@ -213,7 +230,17 @@ def test_the_list_of_recipes(show):
 def test_a_dry_run_checks_the_real_run_and_prints_the_resolved_config(show, tmp_path):
     """At full size, on the real data: only the one step is small."""
     out = tmp_path / "run"
-    words = ["train", "1.9b-r2", "--dry-run", "--optim.lr", "3e-4", "--data.mixture", "synthetic", "--out", str(out)]
+    words = [
+        "train",
+        "1.9b-causal",
+        "--dry-run",
+        "--optim.lr",
+        "3e-4",
+        "--data.mixture",
+        "synthetic",
+        "--out",
+        str(out),
+    ]
     shown = show(*words)
     assert "synthetic: 1,000,000 tokens" in shown
     assert not out.exists()

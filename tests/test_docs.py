@@ -25,12 +25,6 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def some_slow(pages: list[Path]) -> list[Any]:
-    """README runs in the fast suite, the other pages in the full one."""
-    marks = [[] if page.name == "README.md" else [pytest.mark.slow] for page in pages]
-    return [pytest.param(page, id=name_of(page), marks=slow) for page, slow in zip(pages, marks, strict=True)]
-
-
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
@@ -88,12 +82,14 @@ def run_in_one_process(tasks: list[dict[str, Any]], folder: Path, *options: str)
         pytest.fail(f"{tasks[int(number)] if number.isdecimal() else tasks}\n{done.stderr}")
 
 
-@pytest.mark.parametrize("page", some_slow([page for page in PAGES if page != STORY and blocks(page, "python")]))
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if page != STORY and blocks(page, "python")], ids=name_of)
 def test_python(page):
     run_in_one_process([{"code": code} for code in blocks(page, "python")], ROOT, "-W", "error")
 
 
-@pytest.mark.parametrize("page", some_slow([page for page in PAGES if page != STORY and commands(page)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if page != STORY and commands(page)], ids=name_of)
 def test_commands(page, tmp_path):
     """The commands of a page, one after the other, in a folder that looks like a fresh clone."""
     fresh_clone(tmp_path)
@@ -181,7 +177,7 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("script", ["method.py", "bubbles.py", "train_step.py", "pictures.py"])
+@pytest.mark.parametrize("script", ["method.py", "feedback.py", "bubbles.py", "train_step.py", "pictures.py"])
 def test_a_figure_is_what_its_script_draws(script):
     subprocess.run([sys.executable, ROOT / "docs" / "figures" / script, "--check"], check=True)
 

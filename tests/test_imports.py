@@ -12,6 +12,7 @@ LEVEL = {
     "distributed": -1,
     "provenance": -1,
     "plotting": -1,
+    "written": -1,
     "kernels": -1,
     "model": 0,
     "data": 0,

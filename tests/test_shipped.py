@@ -185,11 +185,15 @@ def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        (["generate", "The cell", "--max-new", "3"], "The cell"),
-        (["inspect"], "6,914,496"),
-        (["eval", "--tasks", "piqa", "--data-dir", str(ROOT / "docs/examples/benchmarks")], "runs/eval-bubbles-7m/"),
+        pytest.param(["generate", "The cell", "--max-new", "3"], "The cell", id="generate"),
+        pytest.param(["inspect"], "6,914,496", id="inspect", marks=pytest.mark.slow),
+        pytest.param(
+            ["eval", "--tasks", "piqa", "--data-dir", str(ROOT / "docs/examples/benchmarks")],
+            "runs/eval-bubbles-7m/",
+            id="eval",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["generate", "inspect", "eval"],
 )
 def test_a_verb_without_a_checkpoint_uses_it_and_says_so(tmp_path, words, shown):
     before = {path: path.stat().st_mtime_ns for path in shipped_model().rglob("*")}

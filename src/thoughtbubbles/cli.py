@@ -83,6 +83,12 @@ def demo(arguments: Sequence[str]) -> None:
     tyro.cli(run_demo, prog="thoughtbubbles demo", args=arguments)
 
 
+def download(arguments: Sequence[str]) -> None:
+    from thoughtbubbles.evals.download import download as run
+
+    tyro.cli(run, prog="thoughtbubbles download", args=arguments)
+
+
 def evaluate(arguments: Sequence[str]) -> None:
     from thoughtbubbles.evals.settings import Evaluation
     from thoughtbubbles.files import or_shipped
@@ -201,7 +207,8 @@ VERBS = {
         "do predictions depend on later tokens? of any causal language model",
     ),
     "bench": Verb(bench, "how fast a model trains here: milliseconds, TFLOP/s, memory"),
-    "demo": Verb(demo, "see a trained model think, then train one with bubbles and a plain GPT, in two minutes"),
+    "demo": Verb(demo, "see a trained model think, then train one with bubbles and a plain GPT, in three minutes"),
+    "download": Verb(download, "the questions of benchmarks, from Hugging Face"),
     "eval": Verb(evaluate, "perplexity, and benchmarks such as HellaSwag and GSM8K"),
     "export": Verb(export, "a folder for the Hugging Face Hub: weights, code, tokenizer, model card"),
     "generate": Verb(generate, "continue a text, with a KV cache and a budget of streams per token"),
@@ -227,21 +234,25 @@ usage: thoughtbubbles VERB …
 for example: thoughtbubbles generate "The cell" --show-bubbles"""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if not arguments or arguments[0] in ("-h", "--help"):
+def _run(name: str, arguments: Sequence[str]) -> None:
+    if name in ("-h", "--help"):
         print(USAGE)
-        return
-    if arguments[0] in ("-V", "--version"):
+    elif name in ("-V", "--version"):
         print(f"thoughtbubbles {__version__}")
-        return
-    name, *rest = arguments
-    if name not in VERBS:
+    elif name in VERBS:
+        with short_warnings():
+            VERBS[name].run(arguments)
+    else:
         sys.exit(f"thoughtbubbles: no verb {name!r}; choose from: {', '.join(VERBS)} (thoughtbubbles --help)")
 
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
     try:
-        with short_warnings():
-            VERBS[name].run(rest)
+        try:
+            _run(name, rest)
+        finally:
+            sys.stdout.flush()  # here, so that a reader who has stopped is met below
     except ValueError as error:  # invalid input: the message says what and where
         sys.exit(f"thoughtbubbles {name}: {error}")
     except KeyboardInterrupt:

@@ -17,7 +17,6 @@ from thoughtbubbles.analysis.analyze import check_target
 from thoughtbubbles.analysis.html import token_text, whole_characters
 from thoughtbubbles.analysis.sample import as_windows
 from thoughtbubbles.analysis.trace import Stage, Stream, Trace, trace
-from thoughtbubbles.analysis.written import signed
 from thoughtbubbles.checkpoint import save_model
 from thoughtbubbles.cli import main
 from thoughtbubbles.data.tokenizer import tokenizer
@@ -25,6 +24,7 @@ from thoughtbubbles.evals.autoregressive import Scores
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.provenance import device_name
+from thoughtbubbles.written import signed
 
 BYTES = tokenizer("bytes")
 CLOSE = {"abs": 1e-4}  # LayerNorm's eps moves the scores of the hand-made model a little

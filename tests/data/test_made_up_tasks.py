@@ -2,6 +2,7 @@
 
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import islice
@@ -28,6 +29,7 @@ GOLDEN = (
         "parity": 1146552745,
         "permute": 1135319217,
         "chain": 743629042,
+        "ancestors": 3559230428,
         "copy": 1380330398,
     },
 )
@@ -104,6 +106,24 @@ def chain(text: str) -> Solved:
     ]
 
 
+def ancestors(text: str) -> Solved:
+    """Every family is drawn as one line of letters, in which an ancestor is so many places before."""
+    given, questions = text.split(";")
+    lines: list[str] = []
+    for parent, child in zip(given[::2], given[1::2], strict=True):
+        (before,) = [line for line in lines if line[-1] == parent] or [""]
+        assert (before == "") == (parent == "."), text
+        lines = [line for line in lines if line != before] + [before + child.lower()]
+    assert len(lines) <= 3
+    found = []
+    for at in range(0, len(questions), 3):
+        back, name = int(questions[at]), questions[at + 1].lower()
+        (line,) = [line for line in lines if name in line]
+        found.append((len(given) + 1 + at + 2, line[line.index(name) - back], back))
+        assert line.index(name) >= back
+    return found
+
+
 def copy(text: str) -> Solved:
     first, bar, _ = text.partition("|")
     return [(len(first + bar), first, 0)]
@@ -115,6 +135,7 @@ SOLVERS: dict[str, Callable[[str], Solved]] = {
     "parity": parity,
     "permute": permute,
     "chain": chain,
+    "ancestors": ancestors,
     "copy": copy,
 }
 
@@ -199,6 +220,24 @@ def test_every_letter_is_asked_for_once():
                 for i in range(int(m))
             ]
             assert sorted(asked) == sorted(memory.lower())
+
+
+def test_places_alone_tell_little_about_ancestors():
+    """The likeliest place of the answer, by the place of the person and the work, is about as good as `chance` says."""
+    places: dict[tuple[int, int], Counter[int]] = {}
+    for example in some_of("ancestors", "train", n=3000):
+        given, _, questions = example.text.partition(";")
+        order = given[1::2].lower()
+        asked = re.findall(r"(.)(.)(.)", questions)
+        assert sorted(name.lower() for _, name, _ in asked) == sorted(
+            c for c, parent in zip(order, given[::2], strict=True) if parent != "."
+        )
+        for back, name, answer in asked:
+            places.setdefault((int(back), order.index(name.lower())), Counter())[order.index(answer)] += 1
+    for work in TASKS["ancestors"].variant("train").work:
+        found = [counts for (back, _), counts in places.items() if back == work]
+        share = sum(max(counts.values()) for counts in found) / sum(counts.total() for counts in found)
+        assert share == pytest.approx(TASKS["ancestors"].chance(work), abs=0.05)
 
 
 def test_the_last_two_cups_follow_from_the_others():

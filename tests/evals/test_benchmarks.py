@@ -403,7 +403,7 @@ def test_mistakes(models, questions, tmp_path, capsys, monkeypatch):
         (["--tasks", "helaswag"], "--tasks helaswag: there is no such task; did you mean hellaswag"),
         (["--tasks", "piqa"], "--data-dir is missing: give the folder with the benchmarks"),
         (["--tasks", "piqa", "--data-dir", str(tmp_path / "x")], "does not exist: give the folder"),
-        (["--tasks", "piqa", "--data-dir", str(empty)], "has no piqa.validation.jsonl (.gz or .xz): get the"),
+        (["--tasks", "piqa", "--data-dir", str(empty)], "`thoughtbubbles download piqa.validation --out "),
         (["--tasks", "piqa", "--data-dir", str(damaged)], "piqa.validation.jsonl, line 2: Expecting"),
         (["--tasks", "gsm8k", "--data-dir", str(questions), "--compile"], "--compile: needs a CUDA GPU"),
         (["--tasks", "piqa", "--data-dir", str(questions), "--batch-tokens", "0"], "--batch-tokens 0: give a whole"),

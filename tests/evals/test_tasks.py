@@ -207,7 +207,9 @@ def test_all_sets_of_a_benchmark_count(tmp_path):
 
 def test_a_missing_file_says_what_to_download(tmp_path):
     with pytest.raises(
-        ValueError, match=r"hellaswag: .* has no hellaswag.validation.jsonl .*get the dataset from https://"
+        ValueError,
+        match=r"hellaswag: .* has no hellaswag.validation.jsonl.*: `thoughtbubbles download hellaswag.validation --out "
+        ".*`, or get the dataset from https://",
     ):
         find_files(TASKS["hellaswag"], tmp_path)
     with pytest.raises(ValueError, match="with the fields activity_label, ctx_a, ctx_b, endings, label"):

@@ -32,7 +32,7 @@ HANG_SECONDS = 2.0
 STRETCH = 500  # inputs per request
 # Share of the inputs: these take longer than others, which take about a millisecond.
 SHARE = {"models": 0.2, "cards": 0.2, "authors": 0.2, "calls": 0.2, "hf": 0.2, "requests": 0.1, "runs": 0.02}
-SHARE |= {"commands": 0.01}
+SHARE |= {"commands": 0.01, "journal": 0.2}
 
 
 class Worker:

@@ -22,6 +22,8 @@ from thoughtbubbles.files import write_json
 from thoughtbubbles.interop.card import card, evaluation, evaluations
 from thoughtbubbles.interop.export import export
 
+pytestmark = pytest.mark.slow
+
 
 def front_matter(text: str) -> dict:
     return yaml.safe_load(re.match(r"---\n(.*?)\n---\n", text, re.DOTALL).group(1))
@@ -59,7 +61,6 @@ def expected_lines(run: Path, step: int) -> list[str]:
     ]
 
 
-@pytest.mark.slow
 def test_the_card_has_the_runs_own_numbers(tmp_path, run):
     text = (export(run, out=tmp_path / "my-model") / "README.md").read_text()
     front = front_matter(text)

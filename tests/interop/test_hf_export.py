@@ -25,6 +25,8 @@ from thoughtbubbles.interop.export import export
 from thoughtbubbles.interop.hf import ThoughtbubblesForCausalLM
 from thoughtbubbles.interop.remote_code import remote_code
 
+pytestmark = pytest.mark.slow
+
 PROBE = Path(__file__).with_name("hf_remote_probe.py")
 KINDS = ("plain", "copy-3", "gated", "causal", "causal-residual", "near", "block", "block-residual")
 
@@ -68,7 +70,6 @@ def site_packages() -> str:
     return os.pathsep.join(dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib")))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("version", ["newest", "oldest"])
 def test_a_fresh_process_without_the_package(tmp_path, version):
     paths = site_packages()

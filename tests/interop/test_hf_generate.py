@@ -17,6 +17,8 @@ from thoughtbubbles.generate.sample import BatchSampling, Sampling, processed
 from thoughtbubbles.interop.export import export
 from thoughtbubbles.interop.hf import ThoughtbubblesCache, ThoughtbubblesForCausalLM
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]
 N_IDS = 20
 PENALTY = 3.0  # without it a tied model of random weights repeats itself, and equal texts would prove little
@@ -65,7 +67,6 @@ def test_a_budget_for_each_row(tmp_path):
     assert model.generate(**batch(PROMPTS), max_new_tokens=6, **GREEDY)[:, 7:].tolist() != expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "copies", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2, "top_k": 1}], ids=str
 )
@@ -87,7 +88,6 @@ def test_a_budget_for_each_row_and_all_its_texts(tmp_path, copies, use_cache):
     assert torch.equal(same, model.generate(**batch(PROMPTS), **options, budget=1.5))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "given", [{}, {"generation_config": GenerationConfig(max_new_tokens=9, **GREEDY)}], ids=["", "config"]
 )

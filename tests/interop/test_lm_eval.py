@@ -21,6 +21,8 @@ from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.interop.harness import _name, run_harness
 from thoughtbubbles.interop.lm_eval import ThoughtbubblesLM
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
@@ -109,7 +111,6 @@ def test_what_is_likeliest_is_called_greedy(checkpoints):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.slow
 def test_rolling_scores_every_token_once_from_the_windows_of_the_harness(checkpoints, kind):
     """Windows of 48 tokens: the first from end-of-text, the last reaches back to have as many tokens as it can."""
     model = ThoughtbubblesLM(checkpoints[kind], dtype="float64")
@@ -182,7 +183,6 @@ def test_what_generation_cannot_do(checkpoints, settings, complaint):
 # The commands
 
 
-@pytest.mark.slow
 def test_run_harness(data, cache, checkpoints, tmp_path, capsys):
     tasks = ("piqa", "lambada_openai", "blimp_wh_island", "arc_easy", "gsm8k_cot_zeroshot")
     results = run_harness(
@@ -222,7 +222,6 @@ def test_results_of_other_settings_have_another_name(checkpoints):
     assert name("causal", budget=2)[-8:] == every[0][-8:]  # which is the model's own
 
 
-@pytest.mark.slow
 def test_other_questions_and_another_config_are_not_overwritten(checkpoints, tmp_path):
     """The same checkpoint, with weights that are the same to the last bit."""
     folder, found = Path(shutil.copytree(checkpoints["causal"], tmp_path / "model")), []
@@ -242,7 +241,6 @@ def test_other_questions_and_another_config_are_not_overwritten(checkpoints, tmp
     assert found[3] == found[0]
 
 
-@pytest.mark.slow
 def test_results_that_are_moved_aside_are_reported(data, cache, checkpoints, tmp_path, capsys):
     wanted = {"tasks": ("piqa",), "data_dir": data, "cache_dir": cache, "out": tmp_path / "out"}
     first = run_harness(checkpoints["plain"], **wanted)["name"]
@@ -261,7 +259,6 @@ def run_command(*words: str | Path, cwd: Path, **variables: str) -> subprocess.C
     return run
 
 
-@pytest.mark.slow
 def test_the_stock_command_knows_our_model(data, checkpoints, tmp_path):
     """In a fresh process that is given only the paths of two definitions."""
     printed = run_command(
@@ -294,7 +291,6 @@ def test_the_stock_command_knows_our_model(data, checkpoints, tmp_path):
                 assert theirs["results"][task][name] == pytest.approx(ours["results"][task][name], rel=SAME_ROW_FLOAT32)
 
 
-@pytest.mark.slow
 def test_the_commands_of_the_guide(data, checkpoints, tmp_path):
     """All of them, one after the other, as written."""
     mine = shutil.copytree(data, tmp_path / "data")

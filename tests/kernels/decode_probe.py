@@ -14,7 +14,7 @@ from helpers import lively_model, random_ids, small_config
 from thoughtbubbles.generate.decode import prefill
 from thoughtbubbles.generate.graph import run_packed, widths_within
 from thoughtbubbles.generate.step import PLAIN, Parts, advance
-from thoughtbubbles.kernels import decode as kernels
+from thoughtbubbles.kernels import decode_attention
 
 BUDGETS = [2, 1.5, 4]
 FEEDBACK = {"fork_reach": 0, "feedback": True, "fork_layers": (1,), "merge": "forks"}
@@ -23,7 +23,7 @@ FEEDBACK = {"fork_reach": 0, "feedback": True, "fork_layers": (1,), "merge": "fo
 def differences(
     steps: int = 3, lengths: tuple[int, ...] = (3, 7, 1), size: int | None = None, few: bool = True, **changes
 ) -> dict[str, float | bool]:
-    kernels.PROGRAMS = 48 if few else 1  # 48: several parts of a short row
+    decode_attention.PROGRAMS = 48 if few else 1  # 48: several parts of a short row
     shape = {"width": 128, "n_head": 4, "n_layer": 2, "block_size": max(lengths) + 5, "vocab_size": 40}
     config = small_config(**{**shape, "fork_layers": (0, 1), "merge": "residual", **changes})
     model = lively_model(config, dtype=torch.float32)
@@ -52,7 +52,7 @@ def differences(
 
 
 if __name__ == "__main__":
-    kernels.SLOTS = 16  # several turns in each part of a longer row
+    decode_attention.SLOTS = 16  # several turns in each part of a longer row
     cases = {
         "bubbles": {},
         "packed": {"size": 9, "steps": 2},

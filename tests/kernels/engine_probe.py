@@ -17,7 +17,7 @@ from thoughtbubbles.generate.engine import Engine
 from thoughtbubbles.generate.graphed import Graphed
 from thoughtbubbles.generate.jobs import Completion, Request
 from thoughtbubbles.generate.sample import Sampling
-from thoughtbubbles.kernels import chunk, decode
+from thoughtbubbles.kernels import chunk, decode, decode_attention
 from thoughtbubbles.model.transformer import Thoughtbubbles
 
 UNIT = 2  # packed streams: sizes are multiples of this
@@ -64,8 +64,8 @@ def completions(model: Thoughtbubbles, *, on_kernels: bool) -> tuple[list[Comple
 PACKING = graph.PackingFunctions(graph.find_packing, graph.pack_streams, graph.unpack_streams, graph.find_places)
 
 if __name__ == "__main__":
-    chunk.CHUNK, decode.SLOTS = chunk.Tile(16, 16, 1, 4), 16
-    decode.PROGRAMS = {"few": 12, "many": 1, "private": 12, "feedback": 12, "near": 12}[
+    chunk.CHUNK, decode_attention.SLOTS = chunk.Tile(16, 16, 1, 4), 16
+    decode_attention.PROGRAMS = {"few": 12, "many": 1, "private": 12, "feedback": 12, "near": 12}[
         sys.argv[1]
     ]  # whether rows are split into parts
     decode.FEW_ROWS = 1024  # the library's product in float32 is for GPUs only

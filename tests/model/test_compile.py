@@ -19,7 +19,7 @@ has_compiler = shutil.which("g++") is not None or shutil.which("clang++") is not
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", ["every way to call", "autocast", "no new graph"])
+@pytest.mark.parametrize("check", ["one graph of the gate", "every way to call", "autocast", "no new graph"])
 def test_compile(check):
     run_probe(check)
 

@@ -205,16 +205,16 @@ def test_gradients_of_padded_rows_against_differences():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("cases", [4, pytest.param(40, marks=pytest.mark.slow)])
-def test_kernels_count_and_pack_as_the_reference_does(cases):
+@pytest.mark.slow
+def test_kernels_count_and_pack_as_the_reference_does():
     """On the CPU, through Triton's interpreter, in a separate process, since that is chosen at import."""
     tests = Path(__file__).parents[1]
     paths = [str(tests), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, str(tests / "kernels" / "fork_probe.py"), str(cases)]
+    command = [sys.executable, str(tests / "kernels" / "fork_probe.py"), "20"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout) == {"cases": cases, "wrong": {}}
+    assert json.loads(run.stdout) == {"cases": 20, "wrong": {}}
 
 
 @pytest.mark.gpu

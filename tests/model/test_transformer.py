@@ -129,7 +129,7 @@ def test_forks_at_the_start_are_attenuated_from_there_only():
         for merge in MERGES
     ],
 )
-def test_a_tiny_model_overfits_one_batch(merge, selection):
+def test_a_tiny_model_overfits_one_batch(merge, selection, no_shape_checks):
     torch.manual_seed(0)
     config = named("nano-causal", width=32, merge=merge, selection=selection)
     model = Thoughtbubbles(config)

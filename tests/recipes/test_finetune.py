@@ -35,6 +35,8 @@ from thoughtbubbles.recipes.reproduce.study import Place
 from thoughtbubbles.recipes.shipped import MODEL
 from thoughtbubbles.train.loop import train
 
+pytestmark = pytest.mark.slow
+
 SET = "089907f8"
 BYTES = tokenizer("bytes")
 TINY = ModelConfig(
@@ -221,7 +223,6 @@ def test_the_context_of_a_model_must_have_room_for_questions_and_answers(home, t
     assert Gsm8kStudy().block_size == 512
 
 
-@pytest.mark.slow
 def test_records_of_other_examples_are_noticed_before_training(done, answered, home, tmp_path):
     """With another tokenizer or set, examples are always other ones: that is no mistake."""
     data = tmp_path / "data"
@@ -296,7 +297,6 @@ def test_the_accuracy_is_that_of_the_evaluation(form, done, home, tmp_path):
     assert sorted(found["by"]["noise"]) == ["none", "supporting"]
 
 
-@pytest.mark.slow
 def test_whole_answers_end_in_end_of_text(done, home):
     """Against one forward per answer."""
     place, records = done
@@ -358,7 +358,6 @@ def test_a_row_with_a_record_is_not_run(done, home):
     assert shown[f"{SET}-shipped-r2"] == {0: f"{json.loads(path.read_text())['test']['whole_answer']['mean']:.1%}"}
 
 
-@pytest.mark.slow
 def test_a_stopped_row_resumes_to_the_same_bits(done, home, tmp_path):
     """A run that ended at step 3, as far as its folder shows."""
     place, records = place_in(tmp_path, home, "clutrr"), done[1]
@@ -440,7 +439,6 @@ def test_a_changed_file_is_prepared_again(changed, home, tmp_path, capfd):
 # Rows of GSM8K
 
 
-@pytest.mark.slow
 def test_gsm8k_trains_on_every_example(answered):
     place, records = answered
     (folder,) = (place.runs / "gsm8k").glob("data-bytes-*")

@@ -17,7 +17,10 @@ from thoughtbubbles.train.config import DataConfig
 from thoughtbubbles.train.loop import train
 
 # The paper's topology table: size, approach, layers, heads, width, batch × accumulation, expanded size.
-FORMS = (("plain", 512), ("copy-3", 1536), ("copy-5", 2560), ("r2", 1024), ("r4", 2048))
+FORMS = (
+    *(("plain", 512), ("copy-3", 1536), ("copy-5", 2560)),
+    *((f"{rule}{more}", streams) for rule in ("causal", "paper") for more, streams in (("", 1024), ("-r4", 2048))),
+)
 SHAPES = (("150m", 16, 12, 768, 8 * 8), ("319m", 24, 16, 1024, 4 * 16), ("772m", 36, 20, 1280, 2 * 32))
 TOPOLOGY = [(f"{size}-{form}", *shape, streams) for size, *shape in SHAPES for form, streams in FORMS]
 
@@ -30,7 +33,7 @@ def corpus(tmp_path_factory):
 
 
 # One of each kind; the others differ from them in numbers that are reduced here anyway.
-KINDS = ("tiny", "small-gpt2", "150m-copy-3", "150m-r4", "1.9b-r2-midtrain", "150m-all-gates-off")
+KINDS = ("tiny", "small-gpt2", "150m-copy-3", "150m-causal-r4", "1.9b-causal-midtrain", "150m-all-gates-off")
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name not in KINDS]
 
 
@@ -47,9 +50,8 @@ def test_the_topology_table(name, layers, heads, width, rows, streams):
     config = recipe(name)
     model = config.model
     assert (model.n_layer, model.n_head, model.width, config.rows) == (layers, heads, width, rows)
-    for rule in ("causal", "block") if model.fork_layers else ("causal",):
-        assert cost(replace(model, selection=rule)).streams[-1] == streams
-    assert model.selection == "causal"
+    assert cost(model).streams[-1] == streams
+    assert model.selection == ("block" if "paper" in name else "causal")
     assert config.data.mixture == ("data/openwebtext",)
     assert (config.tokens, config.optim.lr, config.optim.warmup) == (2_500_000_000, 2.5e-4, 0.01)
     assert (config.optim.schedule, config.optim.floor) == ("cosine", 0.1)
@@ -58,10 +60,10 @@ def test_the_topology_table(name, layers, heads, width, rows, streams):
 def test_the_corpus_and_the_rule_are_options(corpus, capsys, tmp_path):
     """As `train --list` says: they change that and nothing else."""
     options = ["--data.mixture", str(corpus), "--model.selection", "block", "--out", str(tmp_path / "run")]
-    train_command(["150m-r4", "--dry-run", *options])
+    train_command(["150m-causal-r4", "--dry-run", *options])
     shown = capsys.readouterr().out
     found = json.JSONDecoder().raw_decode(shown, shown.index("{\n"))[0]
-    expected = recipe("150m-r4").as_dict()
+    expected = recipe("150m-causal-r4").as_dict()
     expected["model"]["selection"] = "block"
     expected["data"]["mixture"] = [str(corpus)]
     expected["out"] = str(tmp_path / "run")
@@ -74,8 +76,8 @@ def test_small_gpt2_is_tiny_with_a_longer_context():
     assert small == replace(tiny, vocab_size=50304, block_size=256, fork_reach=32)
 
 
-def test_about_35_names_and_two_for_each_task():
-    assert 30 <= len(RECIPES) - 2 * len(TASKS) <= 40
+def test_about_40_names_and_two_for_each_task():
+    assert 35 <= len(RECIPES) - 2 * len(TASKS) <= 45
     assert len({recipe.group for recipe in RECIPES.values()}) == 7
     for name in TASKS:
         bubbles, plain = recipe(f"task:{name}"), recipe(f"task:{name}-plain")
@@ -85,7 +87,7 @@ def test_about_35_names_and_two_for_each_task():
         assert bubbles.model.block_size == TASKS[name].block_size
 
 
-@pytest.mark.parametrize("form", ["plain", "r2"])
+@pytest.mark.parametrize("form", ["plain", "causal"])
 def test_the_scale_up(form):
     first, second = recipe(f"1.9b-{form}"), recipe(f"1.9b-{form}-midtrain")
     assert (first.model.n_layer, first.model.n_head, first.model.width, first.rows) == (36, 16, 2048, 480)
@@ -113,7 +115,7 @@ def test_ablations_change_one_thing():
         "772m-extended-forking": {"fork_layers": tuple(range(3, 36, 4))},
     }.items():
         size = name.split("-")[0]
-        assert recipe(name).model == replace(recipe(f"{size}-r2").model, **change)
+        assert recipe(name).model == replace(recipe(f"{size}-causal").model, **change)
     assert recipe("772m-extended-forking").steps == 25_000
 
 
@@ -138,5 +140,5 @@ def test_a_dry_run_has_rows_for_every_rank(ranks, monkeypatch, tmp_path):
 
 
 def test_an_unknown_recipe():
-    with pytest.raises(ValueError, match=r"did you mean .*150m-r2"):
-        recipe("150m-r2-owt")
+    with pytest.raises(ValueError, match=r"did you mean .*150m-causal"):
+        recipe("150m-casual")

@@ -10,8 +10,14 @@ from made_up import PER_STEP, made_up, rows, write
 
 from thoughtbubbles.recipes.reproduce.answers import answers
 from thoughtbubbles.recipes.reproduce.best import best_table
-from thoughtbubbles.recipes.reproduce.compare_rows import Difference, curve_differences, difference
+from thoughtbubbles.recipes.reproduce.compare_rows import (
+    Difference,
+    curve_differences,
+    difference,
+    variation_between_seeds,
+)
 from thoughtbubbles.recipes.reproduce.figures import figures
+from thoughtbubbles.recipes.reproduce.overview import overview
 from thoughtbubbles.recipes.reproduce.plots import HIGHEST, LOWEST, is_current, spread
 from thoughtbubbles.recipes.reproduce.records import (
     STEPS_FILE,
@@ -21,7 +27,7 @@ from thoughtbubbles.recipes.reproduce.records import (
     with_scores_off,
 )
 from thoughtbubbles.recipes.reproduce.report import SECTIONS, rendered, write_report
-from thoughtbubbles.recipes.reproduce.sentences import evidence_line, sentence
+from thoughtbubbles.recipes.reproduce.sentences import sentence
 from thoughtbubbles.recipes.reproduce.tables import (
     autoregressive_table,
     forks_table,
@@ -88,9 +94,23 @@ def test_the_error_of_one_seed_is_over_windows(tmp_path):
     two["validation"]["windows"] = [2.9, 3.0, 2.8]
     found = difference(read_protocol(write(tmp_path, one, two), "long"), "r2", "plain")
     assert found.error == pytest.approx(0.04996, abs=1e-6)
-    assert found.cell == "−0.0800 ± 0.0500 (over windows, one seed)"
-    assert found.n == 3
+    assert found.cell == "−0.0800 ± 0.0500 \\*"
+    assert found.degrees == 2
     assert not found.is_measurable
+
+
+def test_the_error_of_one_seed_has_the_variation_between_seeds_of_other_rows(tmp_path):
+    """Its square is the mean of the variances of all paired differences: (1/3 + 0 + 1/3) / 3 · 10⁻⁴ for r2 − plain,
+    r1 − plain and r2 − r1."""
+    several = rows("long", {**THREE, "r1": [2.985, 3.005, 2.995]})
+    longer = [made_up(protocol, "longer", 0, 2.9) for protocol in ("long", "scarce")]
+    evidence = read_evidence(write(tmp_path, *several, *longer, made_up("scarce", "plain", 0, 3.0)))
+    expected = (2e-4 / 9) ** 0.5  # windows of one loss have no error of their own
+    assert variation_between_seeds(evidence.results["long"]) == (pytest.approx(expected), 4)
+    for protocol in ("long", "scarce"):
+        found = difference(evidence.results[protocol], "longer", "plain")
+        assert (found.error, found.degrees, found.over) == (pytest.approx(expected), 4, "windows"), protocol
+    assert difference(evidence.results["long"], "r1", "plain").error == pytest.approx(0, abs=1e-12)
 
 
 def test_neighbouring_windows_do_not_count_as_independent(tmp_path):
@@ -128,7 +148,11 @@ def test_a_row_of_the_table(tmp_path):
         "0.250",
         "0.0000",
     ]
-    assert line_of(table, "r1")[2:4] == ["not run (3 planned)", "–"]
+    assert "`r1` (scores and attenuation, no fork survives (r = 1); 3 seeds); `head-gate` (" in table
+    assert "`block` (block selection (the paper's), 2 streams per token); " in table
+    assert (
+        "Between seeds, the difference of two rows has a standard deviation of 0.0058 (2 degrees of freedom)." in table
+    )
     assert "Device: NVIDIA H200." in table
     assert "(checksum 12345678)" in table
 
@@ -186,7 +210,7 @@ def test_confidence_follows_the_number_of_seeds():
     """Student's t: 12.7, 4.3 and 3.2 standard errors with two, three and four seeds; and so for stretches of text."""
     for n, needed in ((2, 12.71), (3, 4.30), (4, 3.18), (6, 2.571), (8, 2.365), (11, 2.228), (31, 2.042), (64, 1.998)):
         for seeds, over in ((tuple(range(n)), "seeds"), ((0,), "windows")):
-            near = Difference(mean=needed - 0.01, error=1.0, seeds=seeds, over=over, n=n)
+            near = Difference(mean=needed - 0.01, error=1.0, seeds=seeds, over=over, degrees=n - 1)
             assert not near.is_measurable
             assert replace(near, mean=-needed - 0.01).is_measurable
 
@@ -217,7 +241,7 @@ def test_times_of_different_gpus_are_shown_but_not_compared(tmp_path):
     ],
 )
 def test_a_sentence_follows_sign_and_error(mean, error, said):
-    assert sentence(Difference(mean=mean, error=error, seeds=(0, 1, 2), over="seeds", n=3), "r2", "r1") == said
+    assert sentence(Difference(mean=mean, error=error, seeds=(0, 1, 2), over="seeds", degrees=2), "r2", "r1") == said
 
 
 def test_answers_without_records_name_what_they_need(tmp_path):
@@ -233,16 +257,22 @@ def test_answers_from_three_seeds(tmp_path):
     for record in records:
         if record["row"] != "plain":
             record |= {"flops": 2e18, "gpu_seconds": 500.0}
+        if record["row"] == "wider":
+            record["parameters"] *= 2
     text = answers(read_evidence(write(tmp_path, *records)))
     tokens = paragraph(text, "Does it help at equal tokens")
-    assert tokens.startswith("**Yes.** In `long`: `r2` ends 0.0267 ± 0.0033 nats per token below `plain` (3 seeds).")
+    assert tokens.startswith("- In `long`: **Yes.** `r2` ends 0.0267 ± 0.0033 nats per token below `plain` (3 seeds).")
     assert "0.030 nats per token (the paper, table 2: 150M, OpenWebText" in tokens
-    assert "The gain in `long` is 88% of that" in tokens  # 0.02667 / ln(24.51 / 23.78)
+    assert "The gain of `r2` in `long` is 88% of that" in tokens  # 0.02667 / ln(24.51 / 23.78)
     flops = paragraph(text, "Does it help at equal FLOPs")
     assert flops.startswith(
-        "**No, in the only seed so far.** In `long`, `r2` takes 2.00 × the training FLOPs of `plain`."
+        "Against the best plain model that takes from 0.8 to 1.25 × the training FLOPs:\n\n"
+        "- `r2` in `long`, no more parameters: **yes, in the only seed so far** (`longer`).\n"
+        "- `r2` in `long`, more parameters: **no, in the only seed so far** (`wider`).\n\n"
     )
-    assert "`wider` takes 1.00 × the training FLOPs of `r2`: `r2` ends 0.0200 ± 0.0000" in flops
+    assert "| `r2` | `long` | `plain` | 1.00 × | 0.50 × | −0.0267 ± 0.0033 |" in flops
+    assert "| `r2` | `long` | `wider` | 2.00 × | 1.00 × | +0.0200 ± 0.0047 \\* |" in flops
+    assert "`r2` in `scarce`: Not measured yet: needs rows `plain`, `r2`, `wider`, `ensemble` of `scarce`." in flops
     parts = paragraph(text, "Is it the forks")
     alone = "`r1` ends 0.0150 ± 0.0000 nats per token below `plain` (3 seeds). That is 56% of the gain of `r2`"
     assert f"{alone}, by seed 50% to 75%." in parts
@@ -251,24 +281,30 @@ def test_answers_from_three_seeds(tmp_path):
     assert "2505.06708): Not measured yet: needs row `head-gate` of `long`." in parts
 
 
-def test_the_line_of_the_readme_before_forks_are_measured(tmp_path):
-    records = rows("long", {"plain": [3.0, 3.02], "r1": [2.985, 3.003]})
-    line = evidence_line(read_evidence(write(tmp_path, *records)).results["long"])
-    assert "no forks, `r1` ends 0.0160 ± 0.0010 nats per token below `plain` (2 seeds); with forks: still to" in line
+def test_the_table_of_the_readme_before_there_is_anything_to_compare(tmp_path):
+    assert "are running: [results]" in overview(read_evidence(tmp_path))
+    assert "are running: [results]" in overview(read_evidence(write(tmp_path, made_up("long", "plain", 0, 3.0))))
 
 
-def test_the_line_of_the_readme_says_what_a_plain_model_does_with_the_time(tmp_path):
-    records = rows("long", {"plain": [3.0, 3.02], "r1": [2.985, 3.003], "r2": [2.97, 2.992]})
-    for record in records:
-        record["gpu_seconds"] = 600.0 if record["row"] == "r2" else 300.0
-    write(tmp_path, *records)
-    line = evidence_line(read_evidence(tmp_path).results["long"])
-    assert "below `plain` (2 seeds). `r2` takes 2.00 × the GPU time of `plain`. All rows" in line
-    longer = made_up("long", "longer", 0, 2.95, gpu_seconds=600.0)
+def test_the_table_of_the_readme(tmp_path):
+    write(tmp_path, *rows("long", {"plain": [3.0, 3.02], "r2": [2.97, 2.992]}))
+    longer = made_up("long", "longer-gate", 0, 2.95, gpu_seconds=600.0)
     write(tmp_path, longer | {"tokens": int(1.8 * longer["tokens"])})
-    line = evidence_line(read_evidence(tmp_path).results["long"])
-    assert "against `longer`, a plain GPT that spends as much on 1.8 × the tokens: `r2` ends 0.0200 ±" in line
-    assert "nats per token above `longer`" in line
+    decode = {row: {"1": {"milliseconds": time}} for row, time in (("plain", 0.2), ("r2", 0.25))}
+    (tmp_path / "decode.json").write_text(json.dumps({"device": "NVIDIA H200", "rows": decode}))
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in overview(read_evidence(tmp_path)).split("\n")
+    ]
+    plain, r2, more = lines[2:5]
+    assert plain == ["plain GPT", "3.0100 (2)", "–", "1.00 ×", "1.00 ×", "–"]
+    assert r2[1:] == ["2.9810 (2)", "−0.0290 ± 0.0010", "1.00 ×", "1.25 ×", "–"]
+    assert more[:3] == ["plain GPT with the gate, 1.80 × the text", "2.9500 (1)", "−0.0500 ± 0.0014 \\*"]
+    assert more[3:] == ["2.00 ×", "–", "–"]
+    assert lines[5] == [""], "no row without a record"
+    (tmp_path / "decode.json").write_text(json.dumps({"device": "another", "rows": decode}))
+    assert " 1.25 × " not in overview(read_evidence(tmp_path)), "times of another device than the table's"
+    write(tmp_path, made_up("long", "r2", 1, 2.992, device="another"))
+    assert "2.00 ×" not in overview(read_evidence(tmp_path)), "times of several devices"
 
 
 def test_gpu_time_is_that_of_the_seed_that_had_the_gpu_to_itself(tmp_path):
@@ -283,7 +319,7 @@ def test_gpu_time_is_that_of_a_step_alone_if_it_was_measured(tmp_path):
     write(tmp_path, plain, r2)
     per_step = plain["config"]["tokens_per_step"]
     size = {"tokens": per_step, "vocab_size": plain["config"]["model"]["vocab_size"]}
-    alone = {"device": plain["device"], "torch": "2", **size, "rows": {"plain": {"milliseconds": 13.0}}}
+    alone = {"device": plain["device"], "torch": "2", **size, "rows": {"plain": {"milliseconds": 13.0, "commit": "a"}}}
 
     def shown(**changes) -> list[str]:
         (tmp_path / "long" / STEPS_FILE).write_text(json.dumps({**alone, **changes}))
@@ -296,15 +332,23 @@ def test_gpu_time_is_that_of_a_step_alone_if_it_was_measured(tmp_path):
         assert shown(**other) == ["≤ 300", "≤ 300"]
 
     write(tmp_path, made_up("long", "r2-late", 0, 2.95))
-    shown(rows={"r1": {"milliseconds": 10.0}, "r2": {"milliseconds": 30.0}})
+    shown(rows={"r1": {"milliseconds": 10.0, "commit": "a"}, "r2": {"milliseconds": 30.0, "commit": "a"}})
     late = read_evidence(tmp_path).results["long"]
     assert late.cost("r2-late", gpu_seconds) == pytest.approx(steps * (0.75 * 0.01 + 0.25 * 0.03))
     write(tmp_path, made_up("screen", "r2", 0, 3.1), made_up("screen", "modern-muon-r2", 0, 3.1))
     screen = read_evidence(tmp_path).results["screen"]  # the model of r2 is that of `long`
     assert screen.cost("r2", gpu_seconds) == pytest.approx(steps * 0.03)
     assert screen.cost("modern-muon-r2", gpu_seconds) == 300
-    shown(rows={"r2": {"milliseconds": 30.0}})
+    shown(rows={"r2": {"milliseconds": 30.0, "commit": "a"}})
     assert read_evidence(tmp_path).results["long"].cost("r2-late", gpu_seconds) == 300
+
+    write(tmp_path, made_up("long", "feedback-3-reach64-late-gate", 0, 2.95))
+    write(tmp_path, made_up("screen", "feedback-3-reach64-drawn-gate", 0, 2.95))
+    measured = {"head-gate": 12.0, "feedback-3-reach64-gate": 24.0}
+    shown(rows={row: {"milliseconds": time, "commit": "a"} for row, time in measured.items()})
+    results = read_evidence(tmp_path).results
+    assert results["long"].cost("feedback-3-reach64-late-gate", gpu_seconds) == pytest.approx(steps * 0.015)
+    assert results["screen"].cost("feedback-3-reach64-drawn-gate", gpu_seconds) == pytest.approx(steps * 0.018)
 
 
 def test_the_best_rows_at_each_cost(tmp_path):
@@ -313,19 +357,25 @@ def test_the_best_rows_at_each_cost(tmp_path):
     records = [made_up("long", row, 0, nats, gpu_seconds=times[row]) for row, nats in losses.items()]
     records += [made_up("long", "longer", 0, 2.9, gpu_seconds=999.0, parameters=24_000_000)]
     table = best_table(read_evidence(write(tmp_path, *records)))
-    lines = [
-        [cell.strip() for cell in line.split("|")[1:4]] for line in table.splitlines() if "`thoughtbubbles" in line
-    ]
-    assert lines == [
-        ["training tokens, as many parameters as `plain`", "1.00 ×", "`r2`"],  # as many tokens for all
-        ["training tokens", "1.00 ×", "`longer`"],  # twice the parameters
-        ["training FLOPs", "1.00 ×", "`longer`"],
+    lines = [[cell.strip() for cell in line.split("|")[1:4]] for line in table.splitlines() if "`--only" in line]
+    same_size = [
+        ["training tokens", "1.00 ×", "`r2`"],  # as many tokens for all
+        ["training FLOPs", "1.00 ×", "`r2`"],
         # r1 takes no longer than plain, to a hundredth; head-gate is worse than it, wider than r2.
         ["GPU time of training", "1.00 ×", "`r1`"],
         ["", "1.80 ×", "`r2`"],
+    ]
+    of_any_size = [
+        ["training tokens", "1.00 ×", "`longer`"],  # twice the parameters
+        ["training FLOPs", "1.00 ×", "`longer`"],
+        *same_size[2:],
         ["", "3.33 ×", "`longer`"],
     ]
-    error = "± 0.0000 (over windows, one seed)"
+    assert lines == [*same_size, *of_any_size]
+    assert table.index("With no more parameters than `plain`:") < table.index("With any number of parameters:")
+    no_larger = best_table(read_evidence(write(tmp_path / "no larger", *records[:-1])))
+    assert "With any number" not in no_larger, "it would be the same table again"
+    error = "± 0.0000 \\*"
     assert f"| 2.9700 | −0.0300 {error} | −0.0200 {error} |" in table  # against plain, and against r1 above it
     # A row that is better by less than its error is not, nor one that is better in other seeds.
     few = [made_up("long", "r2", seed, nats, gpu_seconds=540.0) for seed, nats in enumerate((2.989, 3.0, 2.98))]
@@ -405,19 +455,26 @@ def test_a_row_whose_forks_begin_late_is_drawn_from_there_on(tmp_path):
 
 
 def test_decoding_times_and_cache(tmp_path):
-    at = {"plain": (1.0, 100), "r2": (1.2, 200), "wider": (1.1, 150)}
+    at = {"plain": (1.0, 100), "r2": (1.2, 200), "wider": (1.1, 150), "longer": (1.0, 100)}  # the last has no record
     decode = {
         row: {batch: {"milliseconds": time, "cache_bytes": size * 2**20} for batch in ("1", "32")}
         for row, (time, size) in at.items()
     }
-    write(tmp_path, *rows("long", {**THREE, "wider": [2.95, 2.97, 2.96]}))
+    wider = rows("long", {"wider": [2.95, 2.97, 2.96]}, parameters=24_000_000)
+    write(tmp_path, *rows("long", THREE), *wider)
     (tmp_path / "decode.json").write_text(json.dumps({"device": "NVIDIA H200", "rows": decode}))
     evidence = read_evidence(tmp_path)
     text = paragraph(answers(evidence), "Does it help at equal decoding")
     assert text.startswith(
-        "Batch size 1: **No.** Batch size 32: **No.** Decoding at batch size 1, per token: "
-        "`r2` 1.200 ms, `plain` 1.000 ms, `wider` 1.100 ms."
+        "Against the best plain model that takes at most 1.05 × the time:\n\n"
+        "- `r2` at batch size 1, no more parameters: **yes** (`plain`).\n"
+        "- `r2` at batch size 1, more parameters: **no** (`wider`).\n"
+        "- `r2` at batch size 32, no more parameters: **yes** (`plain`).\n"
+        "- `r2` at batch size 32, more parameters: **no** (`wider`).\n\n"
     )
+    assert "| `r2` | 1 | 1.200 ms | `plain` | 1.000 ms | −0.0267 ± 0.0033 |" in text
+    assert "| `r2` | 32 | 1.200 ms | `wider` | 1.100 ms |" in text
+    assert "longer" not in text, "it has no record"
     found = {figure.name: figure for figure in figures(evidence)["pays"]}
     assert found["long-cache"].series["r2"].x == [200]
     assert found["long-decode-32"].series["wider"].x == [1.1]
@@ -433,7 +490,7 @@ def test_ideas_are_compared_with_both_plain_models(tmp_path):
     assert line_of(table, "r2-private")[3] == "**3.3700**"
     assert line_of(table, "r2-private")[4].startswith("−0.0300")
     assert line_of(table, "r2-private")[5].startswith("−0.0100")
-    assert line_of(table, "state-3")[2:] == ["not run", "–", "–", "–"]
+    assert "`state-3` (every token forked once before block 3" in table.split("Planned, not run: ")[1]
     trusted = next(line for line in table.splitlines() if line.startswith("How far"))
     assert "`head-gate` −0.0200 ±" in trusted
     assert " here and −0.0150 ± 0.0050 in `long`." in trusted
@@ -509,7 +566,7 @@ def test_an_ensemble_has_a_loss_but_no_curve(tmp_path):
         del ensemble[field]
     evidence = read_evidence(write(tmp_path, ensemble, *rows("scarce", {"plain": [3.0, 3.04], "r2": [2.95]})))
     assert line_of(protocol_table(evidence.results["scarce"]), "ensemble")[8:] == [
-        "−0.1200 ± 0.0000 (over windows, one seed)",
+        "−0.1200 ± 0.0000 \\*",
         "–",
         "–",
     ]
@@ -533,7 +590,7 @@ def test_the_report_is_written_and_stays(tmp_path, capsys):
     assert points["r2"]["y"] == [pytest.approx(3.01 - 0.08 / 3, rel=1e-5)]
     assert points["r2"]["error"] == [pytest.approx(0.01 / 3, rel=1e-5)]
     line = readme.read_text()
-    assert "with forks, `r2` ends 0.0267 ± 0.0033 nats per token below `plain` (3 seeds)" in line
+    assert "2.9833 (3) | −0.0267 ± 0.0033 |" in line
     assert "<!-- results -->\nkept\n<!-- /results -->" in line
     page = (out / "index.md").read_text()
     assert "![long: training loss](figures/long-training.png)" in page

@@ -25,6 +25,8 @@ from thoughtbubbles.recipes.reproduce.two_stage.study import TwoStageStudy
 from thoughtbubbles.recipes.shipped import MODEL
 from thoughtbubbles.train.loop import train
 
+pytestmark = pytest.mark.slow
+
 SMALL = TwoStage(
     model=ModelConfig(n_layer=3, n_head=2, width=16, block_size=40, fork_layers=(1, 2), merge="residual"),
     rows_per_step=4,
@@ -123,7 +125,6 @@ def test_the_sizes_are_those_of_the_package_and_the_paper(corpus, tmp_path):
 # Records
 
 
-@pytest.mark.slow
 def test_a_record_says_everything_about_both_stages(done, corpus, questions):
     record = read(done)
     one, two = record["one"], record["two"]
@@ -214,7 +215,6 @@ def copied(done, tmp_path):
     return place_in(tmp_path, done.data, done.data_dir)
 
 
-@pytest.mark.slow
 def test_between_the_stages(copied, done):
     """Stage one is not touched; stage two gives the same bits."""
     home = copied.run("r2", 3)
@@ -240,7 +240,6 @@ def test_a_stage_from_before_skipped_steps_were_counted(copied, done):
     assert TwoStageStudy(SMALL).make_record("r2", 3, copied)["skipped_steps"] == read(done)["skipped_steps"] == 0
 
 
-@pytest.mark.slow
 def test_in_the_middle_of_stage_two(copied, done):
     """As far as the folder shows: the checkpoint of step 2 is the newest."""
     corpus, home = open_corpus(copied.data), copied.run("r2", 3) / "two"
@@ -328,7 +327,6 @@ def test_results_without_the_weights_are_measured_again(copied):
 # Repeating a row
 
 
-@pytest.mark.slow
 def test_a_row_repeats_to_the_bit(done, tmp_path):
     found = TwoStageStudy(SMALL)
     fresh = place_in(tmp_path, done.data, done.data_dir)
@@ -351,7 +349,7 @@ def test_a_row_repeats_to_the_bit(done, tmp_path):
         ({"data_dir": Path("nowhere")}, "--data-dir nowhere: does not exist"),
         (
             {"missing": "arc_challenge.train"},
-            r"has no arc_challenge\.train\.jsonl \(\.gz or \.xz\): get the dataset from",
+            r"has no arc_challenge\.train\.jsonl \(\.gz or \.xz\): `thoughtbubbles download arc_challenge\.train --out",
         ),
         ({"missing": "gsm8k_augformat.train"}, "with the fields question, steps, answer"),
         ({"missing": "gsm8k.test"}, r"has no gsm8k\.test\.jsonl"),

@@ -52,6 +52,7 @@ FEEDBACK = {
     "model_merge": "forks",
     "model_feedback": True,
     "model_scores": False,
+    "model_head_gate": True,
 }
 
 
@@ -65,13 +66,10 @@ def checkpointed(folder: Path) -> None:
     run(folder, steps=4, compute_precision="float64", compute_activation_checkpointing=True, **FEEDBACK)
 
 
-def compiled(folder: Path) -> None:
-    options = {"compute_precision": "float64", "compute_compile": True, "model_head_gate": True}
-    run(folder, steps=2, **options, eval_sample_tokens=0)
-
-
 def feedback(folder: Path, *, is_compiled: bool = False) -> None:
-    run(folder, steps=2, compute_precision="float64", compute_compile=is_compiled, **FEEDBACK, eval_sample_tokens=0)
+    """The first step is that of the plain model."""
+    options = {"compute_precision": "float64", "compute_compile": is_compiled, "eval_sample_tokens": 0}
+    run(folder, steps=3, forks_from=0.34, **options, **FEEDBACK)
 
 
 def compiled_feedback(folder: Path) -> None:

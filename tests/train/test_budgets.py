@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from runs import assert_same_bits, small_run
+from safetensors.torch import load_file
 
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.train.config import RunConfig, differences
@@ -14,6 +15,9 @@ from thoughtbubbles.train.fields import from_record
 from thoughtbubbles.train.loop import train
 
 BUDGETS = (1.0, 1.5, 4.0)
+PLAIN = {"model_merge": "original", "model_fork_layers": ()}
+UNSCORED = {"model_fork_layers": (1,), "model_scores": False}
+FED = {"model_merge": "forks", "model_fork_reach": 8, "model_head_gate": True, **UNSCORED, "model_feedback": True}
 
 
 def steps_of(folder):
@@ -24,6 +28,11 @@ def steps_of(folder):
 def validated(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["validation_loss"] for line in lines if "validation_loss" in line]
+
+
+def sampled(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["sample"] for line in lines if "sample" in line]
 
 
 @pytest.mark.slow
@@ -89,6 +98,47 @@ def test_forks_begin_late(tmp_path):
     assert late.flops_per_row == (cost(late.model).flops + cost(replace(late.model, budget=1)).flops) / 2
 
 
+@pytest.mark.parametrize("model", [FED, UNSCORED], ids=["feedback", "copies"])
+def test_without_scores_a_run_whose_forks_begin_late_begins_as_the_plain_model(tmp_path, model):
+    """Bit by bit: losses, validation and samples."""
+    late = small_run(tmp_path / "late", log_every=1, eval_every=2, forks_from=0.5, **model)
+    plain = replace(late, out=tmp_path / "plain", model=late.model.without_forks(), forks_from=0.0)
+    train(late)
+    train(plain)
+    ours, never = (steps_of(run.out) for run in (late, plain))
+    assert [line["loss"] for line in ours[:4]] == [line["loss"] for line in never[:4]]
+    assert all(a["loss"] != b["loss"] for a, b in zip(ours[5:], never[5:], strict=True))
+    assert [line["gradient_norm"] for line in ours[:4]] == [line["gradient_norm"] for line in never[:4]]
+    for found in (validated, sampled):
+        a, b = found(late.out), found(plain.out)
+        half = len(a) // 2
+        assert a[:half] == b[:half]
+        assert all(one != other for one, other in zip(a[half:], b[half:], strict=True))
+    assert ["forks" in line for line in ours] == [False] * 4 + [True] * 4
+    assert late.flops_per_row == (cost(late.model).flops + cost(plain.model).flops) / 2
+    assert plain.model == small_run(tmp_path / "other", **PLAIN, model_head_gate=late.model.head_gate).model
+
+
+def test_without_scores_budgets_of_1_are_the_plain_model(tmp_path):
+    """A step with budget 1 moves none of the forks' parameters; the run can be resumed between the two kinds."""
+    run = small_run(tmp_path / "run", budgets=(1.0, 2.0), log_every=1, save_every=1, save_keep=9, **FED)
+    train(run)
+    assert {run.budget_of(n) for n in range(run.steps)} == {1.0, 2.0}
+    assert [line["forks"][0]["streams"] if "forks" in line else 1 for line in steps_of(run.out)] == [
+        run.budget_of(n) for n in range(run.steps)
+    ]
+    weights = [load_file(run.out / f"step-{n:08}" / "model" / "model.safetensors") for n in range(1, run.steps + 1)]
+    for n in range(1, run.steps):
+        moved = {name for name, weight in weights[n].items() if not weight.equal(weights[n - 1][name])}
+        assert moved == {name for name in weights[n] if run.budget_of(n) == 2 or ".forks." not in f".{name}"}
+    resumed = replace(run, out=tmp_path / "resumed")
+    shutil.copytree(run.out, resumed.out)
+    for n in range(4, run.steps + 1):
+        shutil.rmtree(resumed.out / f"step-{n:08}")
+    train(resumed, resume=True)
+    assert_same_bits(resumed.out / "step-00000008", run.out / "step-00000008")
+
+
 def test_a_longer_run_does_not_take_back_its_forks(tmp_path):
     options = {"forks_from": 0.5, "optim_schedule": "constant", "optim_warmup": 0.0, "save_every": 1, "save_keep": 9}
     short = small_run(tmp_path / "run", steps=4, **options)
@@ -122,9 +172,6 @@ def test_a_run_with_a_setting_that_is_gone(tmp_path):
         from_record(RunConfig, before, where="run.json")
 
 
-UNSCORED = {"model_scores": False, "model_fork_layers": (1,)}
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -134,8 +181,10 @@ UNSCORED = {"model_scores": False, "model_fork_layers": (1,)}
         ({"forks_from": 1.5}, "--forks-from 1.5: give a fraction"),
         ({"forks_from": float("nan")}, "--forks-from nan: give a fraction"),
         ({"forks_from": 0.5, "model_fork_layers": (), "model_merge": "original"}, "without fork layers never forks"),
-        ({"budgets": (1.0,), **UNSCORED}, "--budgets = 1: without scores .* give 2 or more"),
-        ({"forks_from": 0.5, **UNSCORED}, "without scores a model always forks"),
+        (
+            {"budgets": (1.5,), "model_scores": False, "model_fork_layers": (1,)},
+            "--budgets = 1.5: without scores .* give 2 or more",
+        ),
     ],
 )
 def test_budgets_that_make_no_sense(tmp_path, changes, words):

@@ -55,22 +55,13 @@ def forget_after(run: Path, step: int) -> None:
             shutil.rmtree(folder)
 
 
-def one_and_two(folder: Path) -> tuple[Path, Path]:
-    one, two = folder / "one", folder / "two"
+@pytest.mark.slow
+def test_one_rank_and_two_agree_and_exchange_checkpoints(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
     train(small_run(one, **FLOAT64))
-    on_ranks(2, "float64", folder, "two")
+    on_ranks(2, "float64", tmp_path, "two")
     assert_close(one, two, steps=20)
     assert len(list((two / "step-00000020" / "optimizer").iterdir())) == 2
-    return one, two
-
-
-def test_one_rank_and_two_agree(tmp_path):
-    one_and_two(tmp_path)
-
-
-@pytest.mark.slow
-def test_one_rank_and_two_exchange_checkpoints(tmp_path):
-    one, two = one_and_two(tmp_path)
     # 2 → 1 → 2: one rank resumes from a checkpoint of two, and two resume from its checkpoint.
     forget_after(two, 10)
     on_ranks(0, "float64", tmp_path, "two", resume=True)
@@ -102,9 +93,8 @@ OPTIONS = {
     "float32": (4, LOW_PRECISION_TRAINING),
     "bf16": (4, LOW_PRECISION_TRAINING),
     "muon": (6, LOW_PRECISION_TRAINING),
-    "compiled": (2, SAME_TRAINING),
-    "feedback": (2, SAME_TRAINING),
-    "compiled_feedback": (2, SAME_TRAINING),
+    "feedback": (3, SAME_TRAINING),
+    "compiled_feedback": (3, SAME_TRAINING),
 }
 
 
@@ -119,7 +109,7 @@ def test_options_on_two_ranks(tmp_path):
     for check, (steps, atol) in OPTIONS.items():
         assert_close(tmp_path / check / "one", tmp_path / check / "two", steps=steps, atol=atol)
     eager, compiled = (tmp_path / check / "one" for check in ("feedback", "compiled_feedback"))
-    assert_close(eager, compiled, steps=2, atol=SAME_TRAINING)
+    assert_close(eager, compiled, steps=3, atol=SAME_TRAINING)
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_real_text(tmp_path):
     if not folder:
         pytest.skip("THOUGHTBUBBLES_DATA names no folder: this test prepares its pretrain/val.jsonl.xz")
     prepare((f"{folder}/pretrain/val.jsonl.xz",), out=tmp_path / "val", val_fraction=0.05)
-    base = recipe("150m-r2")
+    base = recipe("150m-causal")
     config = replace(
         base,
         model=replace(base.model, n_layer=4, n_head=2, width=32, block_size=64, fork_layers=(1, 3)),

@@ -13,10 +13,10 @@ from rich.text import Text
 from thoughtbubbles.analysis.audit import VERSION, Audit, Change, audit, extent
 from thoughtbubbles.analysis.sample import read_text
 from thoughtbubbles.analysis.subjects import open_model
-from thoughtbubbles.analysis.written import signed
 from thoughtbubbles.distributed import find_device
 from thoughtbubbles.files import short_name
 from thoughtbubbles.generate.command import DEVICES
+from thoughtbubbles.written import signed
 
 ROUNDING = 1e-10
 EXPLAINED = (

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thoughtbubbles.analysis.written import plus_minus, signed
 from thoughtbubbles.evals.autoregressive import Scores, error_of_mean
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.recipes.showcase import generation_time
+from thoughtbubbles.written import plus_minus, signed
 
 HARDEST = 0.1
 PROMPT, NEW, REPEATS = 32, 12, 3

@@ -9,7 +9,6 @@ import numpy as np
 
 from thoughtbubbles.analysis.draw import blocks_axis, label_end
 from thoughtbubbles.analysis.places import visible
-from thoughtbubbles.analysis.written import signed
 from thoughtbubbles.plotting import (
     BLUE,
     BRIGHT,
@@ -24,6 +23,7 @@ from thoughtbubbles.plotting import (
     SKY,
     panels,
 )
+from thoughtbubbles.written import signed
 
 Numbers = Mapping[str, Any]
 FEW = 10  # tokens: rarer kinds are only in the numbers

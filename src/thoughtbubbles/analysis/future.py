@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thoughtbubbles.analysis.written import plus_minus, signed
 from thoughtbubbles.evals.autoregressive import Scores, Windows
 from thoughtbubbles.evals.perplexity import describe, differences
 from thoughtbubbles.model.config import ModelConfig
+from thoughtbubbles.written import plus_minus, signed
 
 LEAST = 8  # targets of a document that is shown
 

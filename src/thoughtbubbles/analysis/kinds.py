@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from thoughtbubbles.analysis.trace import Trace
-from thoughtbubbles.analysis.written import plus_minus, signed
 from thoughtbubbles.data.tokenizer import Tokenizer
 from thoughtbubbles.evals.autoregressive import Scores, error_of_mean
 from thoughtbubbles.evals.metrics import mean_and_error
+from thoughtbubbles.written import plus_minus, signed
 
 START, PART, PUNCTUATION, DIGITS, NEWLINE, END, OTHER = (
     *("start of a word", "part of a word", "punctuation", "digits", "newline", "end of text", "other"),

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from thoughtbubbles.analysis.written import signed
 from thoughtbubbles.evals.metrics import mean_and_error
+from thoughtbubbles.written import signed
 
 GROUP = 4  # tokens
 BINS = 8

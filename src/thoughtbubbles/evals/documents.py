@@ -64,10 +64,11 @@ def find_files(task: Task, folder: Path) -> list[Path]:
             }
         if by_name:
             return [by_name[name] for name in sorted(by_name)]
-    one = task.file.replace("*", "NAME")
+    one, by_itself = task.file.replace("*", "NAME"), f"one JSON object per line with the fields {task.fields}"
+    command = f"`thoughtbubbles download {task.file} --out {folder}`, or " if "huggingface.co" in task.home else ""
     raise ValueError(
-        f"{task.name}: {folder} has no {one}.jsonl (.gz or .xz): get the dataset from {task.home} and write it there, "
-        f"one JSON object per line with the fields {task.fields}"
+        f"{task.name}: {folder} has no {one}.jsonl (.gz or .xz): {command}get the dataset from {task.home} and write "
+        f"it there, {by_itself}"
     )
 
 

@@ -69,11 +69,12 @@ def unpack_streams(x: Tensor, packing: Packing) -> Tensor:
 
 
 def run_packed(blocks: Sequence[Any], x: Tensor, span: Span, view: View, *, size: int | None = None) -> Tensor:
-    """`run_blocks` on the kernels of kernels/decode.py, which read only the used slots.
+    """`run_blocks` on the kernels of kernels/decode.py and decode_attention.py, which read only the used slots.
 
     size  packed streams; None: with gaps
     """
-    from thoughtbubbles.kernels import chunk, decode
+    from thoughtbubbles.kernels import chunk
+    from thoughtbubbles.kernels.decode_attention import Near, Rows, are_few, attend
 
     (batch, width, _), heads = x.shape, span.key.shape[2]
     packing, layout, functions = None, view.layout, packing_functions()
@@ -83,14 +84,14 @@ def run_packed(blocks: Sequence[Any], x: Tensor, span: Span, view: View, *, size
         x, layout = functions.pack(x, layout, packing)
         first = packing.first
     given = *layout.rotary, layout.value_gate
-    if decode.are_few(batch, heads) or view.near is not None:
+    if are_few(batch, heads) or view.near is not None:
         arrived = torch.zeros(batch * heads, dtype=torch.int32, device=x.device)
-        rows = decode.Rows(first, view.added, view.used, width, packing is None, arrived)
-        near = None if view.near is None else decode.Near(*view.near, span.token)
+        rows = Rows(first, view.added, view.used, width, packing is None, arrived)
+        near = None if view.near is None else Near(*view.near, span.token)
 
         def attention(qkv: Tensor, key: Tensor, value: Tensor, head_gate: Tensor | None) -> Tensor:
             bias = view.key_bias, layout.key_bias
-            return decode.attend(qkv, *given, key, value, *bias, head_gate, rows, near=near, sees_forks=view.sees_forks)
+            return attend(qkv, *given, key, value, *bias, head_gate, rows, near=near, sees_forks=view.sees_forks)
 
     else:
         where, table = functions.place(view, first, packing)

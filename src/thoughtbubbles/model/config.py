@@ -213,7 +213,7 @@ class ModelConfig:
         _require(self.merge != "original", name, on, "merge='original' does not read forks: choose another merge")
 
     def _check_no_scores(self) -> None:
-        remedy = "scores = False has no use for it: leave it {} or set scores=True"
+        remedy = "scores = False has no use for it: leave it {}, set scores=True, or take a size with -causal or -paper"
         for name, unused in (
             ("selection", "causal"),
             ("own_scores", False),
@@ -297,13 +297,26 @@ class ModelConfig:
                 f"{name} = {budget.shown}: without scores this model keeps all forks; give {self.max_bubble} or more"
             )
 
+    def without_forks(self) -> "ModelConfig":
+        """The plain model with the same blocks."""
+        return replace(
+            self,
+            fork_layers=(),
+            merge="original",
+            fork_reach=None,
+            feedback=False,
+            scores=True,
+            budget=ModelConfig.budget,
+        )
+
     @classmethod
     def named(cls, name: str) -> "ModelConfig":
         """A size of `SIZES` in one of its forms; `dataclasses.replace` changes any field of it.
 
-        `150m` is what our experiments found best (docs/results): every token forks once, a quarter of the way up; forks
-        get feedback, see forks of near tokens, and predict; each head has a gate. `150m-causal` forks as the paper's,
-        by learned scores, with causal selection, and `150m-paper` is the paper's own, with block selection.
+        `150m` is what our experiments found best at equal parameters and text (docs/results): every token forks once, a
+        quarter of the way up; forks get feedback, see forks of near tokens, and predict; each head has a gate.
+        `150m-causal` forks as the paper's, by learned scores, with causal selection, and `150m-paper` is the paper's
+        own, with block selection.
         Baselines: `150m-plain` without forks, `150m-gate` the same with a gate per head, and `150m-copy-3` with three
         copies of every token.
         """

@@ -1,8 +1,8 @@
 """Whole runs as Python functions that return a RunConfig. `thoughtbubbles train --list` shows them all.
 
-A recipe is named after its model. The corpus and the selection rule are options of the run:
+A recipe is named after its model. The corpus is an option of the run:
 
-    thoughtbubbles train 150m-r2 --data.mixture data/pes2o --model.selection block --out runs/150m-r2-block-pes2o
+    thoughtbubbles train 150m-causal --data.mixture data/pes2o --out runs/150m-causal-pes2o
 """
 
 from collections.abc import Callable

@@ -211,8 +211,8 @@ def verdict(record: dict[str, Any]) -> str:
     return (
         f"How much of this is chance? Over {seeds} seeds of this run ({record['machine']}): bubbles "
         f"{shown['demo-bubbles']}; plain {shown['demo-plain']}. So at this size and length {words}, after equally many "
-        f"steps; a step with bubbles takes {slower:.1f} times as long. What two minutes show may be gone later: the "
-        "project's docs/log.md has longer trials, and the paper's gains are at 150M parameters and 2.5B tokens or more."
+        f"steps; a step with bubbles takes {slower:.1f} times as long. What two minutes show may be gone later: "
+        "docs/results has experiments of 661M tokens, with a form of forks that does better than this one."
     )
 
 

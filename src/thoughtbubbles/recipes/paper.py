@@ -1,9 +1,9 @@
-"""The paper's runs, with causal selection; `--model.selection block` trains with the paper's own rule. And the form of
-model that we recommend, in the same runs.
+"""The paper's runs, with its own selection rule (`-paper`) and with causal selection (`-causal`). And the form of model
+that we recommend, in the same runs. A recipe has the name of its model (`ModelConfig.named`).
 
 Scaling suite (its topology table): 150m, 319m and 772m, each as plain GPT, copy-3, copy-5 and with r = 2 and r = 4
-streams per token, on OpenWebText (`--data.mixture data/pes2o`: on peS2o): 64 × 512 tokens per step, 2.5B tokens, 1 %
-warm-up, cosine to 10 %.
+(`-r4`) streams per token, on OpenWebText (`--data.mixture data/pes2o`: on peS2o): 64 × 512 tokens per step, 2.5B
+tokens, 1 % warm-up, cosine to 10 %.
 
 Scale-up (1.9b): 480 × 512 tokens per step; 40B tokens of 70 % FineWeb and 30 % peS2o with 10 % warm-up and then a
 constant rate, with a checkpoint half-way; then 2B tokens of a mid-training mixture, with a cosine to 10 %.
@@ -28,8 +28,10 @@ FORMS = {
     "plain": "plain GPT",
     "copy-3": "every embedding three times",
     "copy-5": "every embedding five times",
-    "r2": "2 streams per token",
-    "r4": "4 streams per token",
+    "causal": "2 streams per token, causal selection",
+    "causal-r4": "4 streams per token, causal selection",
+    "paper": "2 streams per token, the paper's selection",
+    "paper-r4": "4 streams per token, the paper's selection",
 }
 OURS = {"": "every token forks once, with feedback; a gate per head", "-gate": "plain GPT with that gate: the control"}
 PRETRAINING = ("data/fineweb=0.7", "data/pes2o=0.3")
@@ -44,9 +46,8 @@ MIDTRAINING = (
 
 def model(size: str, form: str, changes: dict[str, Any] | None = None) -> ModelConfig:
     """`form`: one of FORMS."""
-    if not form.startswith("r"):
-        return ModelConfig.named(f"{size}-{form}")
-    return replace(ModelConfig.named(f"{size}-causal"), budget=int(form[1:]), **(changes or {}))
+    budget: dict[str, Any] = {"budget": 4} if form.endswith("-r4") else {}
+    return replace(ModelConfig.named(f"{size}-{form.removesuffix('-r4')}"), **budget, **(changes or {}))
 
 
 def suite(name: str, size: str, model: ModelConfig) -> RunConfig:
@@ -116,7 +117,7 @@ ABLATIONS: dict[str, tuple[str, dict[str, Any], int, str]] = {
 
 def ablation(name: str, kind: str) -> RunConfig:
     size, changes, tokens, _ = ABLATIONS[kind]
-    return replace(suite(name, size, model(size, "r2", changes)), tokens=tokens)
+    return replace(suite(name, size, model(size, "causal", changes)), tokens=tokens)
 
 
 def recipes() -> dict[str, list[tuple[str, Callable[[], RunConfig], str]]]:
@@ -136,7 +137,7 @@ def recipes() -> dict[str, list[tuple[str, Callable[[], RunConfig], str]]]:
         ],
         "scale-up, FineWeb and peS2o, then mid-training": [
             (name, partial(make, name, form), words)
-            for form in ("plain", "r2")
+            for form in ("plain", "causal")
             for name, make, words in [
                 (f"1.9b-{form}", scale_up, FORMS[form]),
                 (f"1.9b-{form}-midtrain", midtrain, f"{FORMS[form]}: second stage"),

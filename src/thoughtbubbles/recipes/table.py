@@ -24,7 +24,6 @@ UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k
 OPTIONS = """\
 Options of every recipe, for example:
   --data.mixture data/pes2o                   another corpus, or several: data/a=0.7 data/b=0.3
-  --model.selection block                     the paper's selection rule instead of our causal one
   --tokens 5e8 --optim.lr 1e-3 --out DIR      a shorter run, another learning rate, another folder than runs/RECIPE
 thoughtbubbles train RECIPE --help shows all of them; thoughtbubbles prepare NAME --out data/NAME makes a corpus."""
 

@@ -9,7 +9,7 @@ from thoughtbubbles.train.config import ComputeConfig, DataConfig, EvalConfig, O
 
 
 def tiny(form: str = "") -> RunConfig:
-    """About 1.2M parameters on synthetic text, byte by byte: about ten minutes on two cores."""
+    """About 1.26M parameters on synthetic text, byte by byte: some five minutes on two cores."""
     name = f"tiny{form}"
     return RunConfig(
         name=name,

@@ -6,7 +6,7 @@ A run stays the same run when it is resumed after a kill, on another number of d
 
 import math
 import random
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from thoughtbubbles.generate.sample import is_temperature
 from thoughtbubbles.model.budget import Budget, brief
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.cost import cost
+from thoughtbubbles.train.budget import is_plain, with_budget
 from thoughtbubbles.train.fields import LARGEST, Count, check_kinds, option
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -148,7 +149,7 @@ class RunConfig:
     works with all of them. Default: always the model's own. Validation uses that one, once tokens may fork."""
     forks_from: float = 0.0
     """Fraction of the run after which tokens may fork: until then training and validation have budget 1, which takes
-    less time."""
+    less time. Without scores, budget 1 is the plain model with the same blocks."""
     data: DataConfig = field(default_factory=DataConfig)
     """Training and validation data."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -225,7 +226,8 @@ class RunConfig:
             "a model without fork layers has no budget; give --budgets without values",
         )
         for budget in self.budgets:
-            self.model.check_budget(Budget.of(budget, name="--budgets"), name="--budgets")
+            if not is_plain(self.model, budget):
+                self.model.check_budget(Budget.of(budget, name="--budgets"), name="--budgets")
         begin = self.forks_from
         _require(0 <= begin <= 1, "forks_from", begin, "give a fraction of the run between 0 and 1, such as 0.75")
         _require(
@@ -233,9 +235,6 @@ class RunConfig:
             "forks_from",
             begin,
             "a model without fork layers never forks; leave it 0",
-        )
-        _require(
-            begin == 0 or self.model.scores, "forks_from", begin, "without scores a model always forks; leave it 0"
         )
 
     def _value(self, name: str) -> Any:
@@ -274,7 +273,7 @@ class RunConfig:
     def flops_per_row_in(self, step: int) -> float:
         """The same for the steps from 0 on before forks begin, or for those after it."""
         budgets = (1,) if step < self.steps_before_forks else self.budgets or (self.model.budget,)
-        return fmean(cost(replace(self.model, budget=budget)).flops for budget in budgets)
+        return fmean(cost(with_budget(self.model, budget)).flops for budget in budgets)
 
     @property
     def steps_before_forks(self) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from thoughtbubbles.model.fork import ForkRecord
 from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.train.budget import at_budget
 from thoughtbubbles.train.precision import MixedPrecision
 
 
@@ -112,10 +113,8 @@ class ForwardBackward:
         if key.is_first:
             self.model.zero_grad(set_to_none=True)
         with self.products.bf16_copies():
-            with self.products.autocast():
-                out = self.model(
-                    micro.ids, targets=micro.targets, lengths=micro.lengths, budget=key.budget, trace=trace
-                )
+            with self.products.autocast(), at_budget(self.model, key.budget) as budget:
+                out = self.model(micro.ids, targets=micro.targets, lengths=micro.lengths, budget=budget, trace=trace)
             assert out.loss is not None
             share = out.loss * micro.share.to(out.loss.dtype)
             share.backward()

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -14,6 +15,7 @@ from thoughtbubbles.generate.requests import Request, generate
 from thoughtbubbles.generate.sample import Sampling
 from thoughtbubbles.model.loss import IGNORED
 from thoughtbubbles.model.transformer import Thoughtbubbles
+from thoughtbubbles.train.budget import at_budget
 from thoughtbubbles.train.config import RunConfig
 from thoughtbubbles.train.data import RunData, to_device
 from thoughtbubbles.train.precision import MixedPrecision
@@ -58,8 +60,8 @@ def validation_sums(
     sums = torch.zeros(n_sources, 2, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
     for batch in batches:
         ids, targets, lengths = to_device(batch, device)
-        with precision():
-            nll = model(ids, targets=targets, lengths=lengths, budget=budget, want=("token_nll",)).token_nll
+        with precision(), at_budget(model, budget) as given:
+            nll = model(ids, targets=targets, lengths=lengths, budget=given, want=("token_nll",)).token_nll
         sums[int(batch.source[0]), 0] += nll.sum(dtype=sums.dtype)
         sums[int(batch.source[0]), 1] += (targets != IGNORED).sum()
     return sums
@@ -80,11 +82,11 @@ def samples(
             max_new=min(settings.sample_tokens, limit - len(ids)),
             sampling=Sampling(temperature=settings.temperature, seed=mix(config.seed, step, index)),
             end_ids=(),
-            budget=config.validation_budget(step),
         )
         # Every length is a new shape, not worth compiling. Without a cache: a sharded model only runs full forwards.
-        with products(), torch.compiler.set_stance("force_eager"):
-            (written,) = generate(model, [request], tokenizer=tokenizer, method="uncached")
+        at = at_budget(model, config.validation_budget(step))
+        with products(), torch.compiler.set_stance("force_eager"), at as budget:
+            (written,) = generate(model, [replace(request, budget=budget)], tokenizer=tokenizer, method="uncached")
         yield tokenizer.decode(ids), tokenizer.decode([*ids, *written.ids])
 
 

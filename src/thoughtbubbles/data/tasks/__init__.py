@@ -1,5 +1,6 @@
 """Made-up tasks whose hard places are known, by name. `thoughtbubbles train task:NAME` trains on one."""
 
+from thoughtbubbles.data.tasks.ancestors import ANCESTORS
 from thoughtbubbles.data.tasks.chain import CHAIN
 from thoughtbubbles.data.tasks.copying import COPY
 from thoughtbubbles.data.tasks.khop import KHOP
@@ -9,7 +10,7 @@ from thoughtbubbles.data.tasks.tracking import PARITY, PERMUTE
 from thoughtbubbles.files import did_you_mean
 
 PREFIX = "task:"
-TASKS: dict[str, Task] = {task.name: task for task in (KHOP, LOOKUPS, PARITY, PERMUTE, CHAIN, COPY)}
+TASKS: dict[str, Task] = {task.name: task for task in (KHOP, LOOKUPS, PARITY, PERMUTE, CHAIN, ANCESTORS, COPY)}
 
 
 def task_named(name: str) -> Task:

@@ -1,7 +1,7 @@
-"""The questions of docs/results, each with its answer: a paragraph generated from the records."""
+"""The questions of docs/results, each with its answer, generated from the records."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from thoughtbubbles.files import read_object
 from thoughtbubbles.recipes.reproduce.compare_rows import (
@@ -12,21 +12,23 @@ from thoughtbubbles.recipes.reproduce.compare_rows import (
     curve_of,
     difference,
     of_seeds,
-    plus_minus,
-    signed,
 )
+from thoughtbubbles.recipes.reproduce.equal_cost import ROWS, equal_cost, equal_latency
 from thoughtbubbles.recipes.reproduce.parts import PLAIN
-from thoughtbubbles.recipes.reproduce.records import Evidence, Results, Value, flops, gpu_seconds, nats, tokens
-from thoughtbubbles.recipes.reproduce.sentences import PRESET, compared, lead, needs, sentence
+from thoughtbubbles.recipes.reproduce.records import Evidence, Results, flops, gpu_seconds, nats, tokens
+from thoughtbubbles.recipes.reproduce.sentences import PRESET, compared, lead, needs
 from thoughtbubbles.recipes.reproduce.tables import PAPER
+from thoughtbubbles.written import plus_minus, signed
 
-ABOUT = 1.25  # costs within this factor of each other are about equal
-NOT_SLOWER = 1.05
 QUARTERS = (0.25, 0.5, 0.75, 1.0)  # of the training
-BATCHES = ("1", "32")  # sizes at which decoding is measured
-GATED, LONGER_GATED = "head-gate", "longer-gate"
+GATED, LONGER_GATED, WIDER_GATED = "head-gate", "longer-gate", "wider-gate"
+HALF, LATE = "feedback-3-reach64-half-gate", "feedback-3-reach64-late-gate"
 NO_WINDOW = "feedback-3-gate"
 GATE = "a sigmoid per head (Qiu et al., arXiv 2505.06708)"
+
+
+def as_items(parts: Sequence[str]) -> str:
+    return "\n".join(f"- {part}" for part in parts)
 
 
 def answers(evidence: Evidence) -> str:
@@ -35,18 +37,28 @@ def answers(evidence: Evidence) -> str:
 
 def equal_tokens(evidence: Evidence) -> str:
     gain, source = paper_gain()
-    parts = [f"In `{name}`: {compared(evidence.results[name], 'r2', PLAIN)}" for name in ("long", "short", "scarce")]
-    gap, ours = difference(evidence.results["long"], "r2", PLAIN), ""
-    if gap is not None and gap.is_measurable and gap.mean < 0:
-        ours = f" The gain in `long` is {-gap.mean / gain:.0%} of that, per token of a smaller vocabulary."
     low, high = paper_range()
+    long = evidence.results["long"]
+    lines = [
+        f"- In `{name}`: {verdict_and_numbers(results, row, PLAIN)}"
+        for row in ROWS
+        for name in ("long", "short", "scarce")
+        if row in (results := evidence.results[name]).protocol.rows
+    ]
     paper = (
         f"The paper's gain at r = 2 is {gain:.3f} nats per token ({source}), and from {low:.3f} to {high:.3f} over the "
-        f"six settings of that table; it is scored blockwise, with block selection.{ours}"
+        "six settings of that table; it is scored blockwise, with block selection."
     )
-    preset = difference(evidence.results["long"], PRESET, PLAIN)
-    more = [] if preset is None else [f"{lead(preset)}In `long`, {sentence(preset, PRESET, PLAIN)}."]
-    return "\n\n".join([lead(gap) + " ".join([*parts, paper]), *more])
+    gap = difference(long, "r2", PLAIN)
+    if gap is not None and gap.is_measurable and gap.mean < 0:
+        paper += f" The gain of `r2` in `long` is {-gap.mean / gain:.0%} of that, per token of a smaller vocabulary."
+    return "\n\n".join(["\n".join(lines), paper])
+
+
+def verdict_and_numbers(results: Results, row: str, other: str) -> str:
+    gap = difference(results, row, other)
+    known = gap is not None and (gap.error is None or gap.is_measurable)
+    return f"{lead(gap) if known else ''}{compared(results, row, other)}"
 
 
 def paper_gain() -> tuple[float, str]:
@@ -61,93 +73,6 @@ def paper_range() -> tuple[float, float]:
     """The smallest and the largest gain of r = 2 in the paper's table of sizes and corpora."""
     gains = [math.log(plain / forked) for plain, forked in read_object(PAPER)["perplexities"]["plain, r = 2"].values()]
     return min(gains), max(gains)
-
-
-def without_forks(results: Results, *, gated: bool = False) -> list[str]:
-    """Plain GPTs of another size or length: what a model with forks competes with at equal cost.
-
-    gated  with a gate per head too, for forks that have it
-    """
-    special = {"fork_layers", "copies", "block", *(() if gated else ("head_gate",))}
-    return [row for row, known in results.protocol.rows.items() if row != PLAIN and not special & set(known.model)]
-
-
-def equal_cost(evidence: Evidence, value: Value, what: str) -> str:
-    """r2, and the form of the presets, against larger, longer or ensembled plain models: losses and ratios of costs."""
-    paragraphs = [cost_paragraph(evidence, "r2", ("long", "scarce"), value, what)]
-    if difference(evidence.results["long"], PRESET, PLAIN) is not None:
-        paragraphs.append(cost_paragraph(evidence, PRESET, ("long",), value, what))
-    return "\n\n".join(paragraphs)
-
-
-def cost_paragraph(evidence: Evidence, row: str, names: Sequence[str], value: Value, what: str) -> str:
-    parts, first = [], ""
-    for name in names:
-        results = evidence.results[name]
-        known = without_forks(results, gated=row == PRESET)
-        rivals = [rival for rival in known if difference(results, row, rival)]
-        if PLAIN not in results or not rivals:
-            parts.append(f"In `{name}`: {needs(results, (PLAIN, row, *known))}")
-        elif value is gpu_seconds and not results.same_device:
-            devices = ", ".join(results.devices)
-            parts.append(f"In `{name}`, rows ran on different devices ({devices}): their times cannot be compared.")
-        else:
-            parts.append(f"In `{name}`, `{row}` takes {results.ratio(row, value):.2f} × the {what} of `plain`.")
-            parts += [rival_sentence(results, row, rival, value, what) for rival in rivals]
-            first = cost_lead(results, row, rivals, value) if name == "long" else first
-    return first + " ".join(parts)
-
-
-def rival_sentence(results: Results, row: str, rival: str, value: Value, what: str) -> str:
-    gap = difference(results, row, rival)
-    assert gap is not None
-    share = results.ratio(rival, value, over=row)
-    return f"`{rival}` takes {share:.2f} × the {what} of `{row}`: {sentence(gap, row, rival)}."
-
-
-def cost_lead(results: Results, row: str, rivals: Sequence[str], value: Value) -> str:
-    """Against the best plain model of about the same cost."""
-    near = [rival for rival in rivals if 1 / ABOUT <= results.ratio(rival, value, over=row) <= ABOUT]
-    gap = hardest(results, row, near)
-    return "No plain model of about equal cost was run. " if gap is None else lead(gap[1])
-
-
-def hardest(results: Results, row: str, rivals: Sequence[str]) -> tuple[str, Difference] | None:
-    """The rival with the lowest loss, and the difference of the row to it."""
-    gaps = [(rival, gap) for rival in rivals if (gap := difference(results, row, rival)) is not None]
-    return max(gaps, key=lambda each: each[1].mean) if gaps else None
-
-
-def equal_latency(evidence: Evidence) -> str:
-    results, decode = evidence.results["long"], evidence.decode
-    if decode is None:
-        return "Not measured yet: needs the decoding times of the rows of `long`."
-    if difference(results, "r2", PLAIN) is None:
-        return needs(results, (PLAIN, "r2"))
-    times = {
-        batch: {row: at[batch]["milliseconds"] for row, at in decode["rows"].items() if batch in at}
-        for batch in BATCHES
-    }
-    found = [latency_paragraph(results, row, times) for row in ("r2", PRESET) if difference(results, row, PLAIN)]
-    return "\n\n".join([*found, f"Device: {decode['device']}."])
-
-
-def latency_paragraph(results: Results, row: str, times: Mapping[str, Mapping[str, float]]) -> str:
-    """By batch size and row: milliseconds of a decoded token."""
-    parts, leads = [], []
-    for batch, of_row in times.items():
-        rivals = [rival for rival in (PLAIN, *without_forks(results, gated=row == PRESET)) if rival in of_row]
-        if row not in of_row or not rivals:
-            continue
-        shown = ", ".join(f"`{each}` {of_row[each]:.3f} ms" for each in (row, *rivals))
-        parts.append(f"Decoding at batch size {batch}, per token: {shown}.")
-        best = hardest(results, row, [rival for rival in rivals if of_row[rival] <= NOT_SLOWER * of_row[row]])
-        if best is not None:
-            parts.append(f"Against the best plain model that takes no longer, {sentence(best[1], row, best[0])}.")
-            leads.append(f"Batch size {batch}: {lead(best[1])}")
-    if not parts:
-        return f"Not measured yet: needs the decoding times of `{row}`."
-    return "".join(leads) + " ".join(parts)
 
 
 def which_part(evidence: Evidence) -> str:
@@ -180,7 +105,12 @@ def better_forks(evidence: Evidence) -> str:
     pairs = {
         "Against the gate alone": (PRESET, GATED),
         "Against the paper's forks with causal selection": (PRESET, "r2"),
+        "In models of 2.1 × the parameters, against the gate alone": (f"wider-{PRESET}", WIDER_GATED),
         "Without seeing other forks, against the gate alone": (NO_WINDOW, GATED),
+        "In the last half of the training only, against the gate alone": (HALF, GATED),
+        "In the last half, against the gate alone with 1.4 × the tokens": (HALF, f"{LONGER_GATED}-1.4"),
+        "In the last quarter, against the gate alone": (LATE, GATED),
+        "In the last quarter, against the gate alone with 1.2 × the tokens": (LATE, f"{LONGER_GATED}-1.2"),
         "Against the gate alone with more tokens": (PRESET, LONGER_GATED),
     }
     lines = [f"- {what}: {compared(results, *pair)}" for what, pair in pairs.items()]
@@ -215,7 +145,7 @@ def causal_or_block(evidence: Evidence) -> str:
     ]
     if others:
         parts.append(f"Rows without block selection differ by {max(others):.0e} nats per token at most.")
-    return " ".join(parts)
+    return as_items(parts)
 
 
 def leak(name: str, gap: Difference | None) -> str:
@@ -235,10 +165,10 @@ def growth(evidence: Evidence) -> str:
     results, parts = evidence.results["long"], []
     if PLAIN not in results:
         return needs(results, (PLAIN, "r1", "r2"))
-    for row in ("r2", "r1"):
-        points = curve_differences(results, row, PLAIN)
+    for row, other in (("r2", PLAIN), ("r1", PLAIN), (PRESET, PLAIN), (PRESET, GATED)):
+        points = curve_differences(results, row, other)
         if not points:
-            parts.append(needs(results, (PLAIN, row)))
+            parts.append(needs(results, (other, row)))
             continue
         at = [closest(points, share) for share in QUARTERS]
         shown = ", ".join(
@@ -246,21 +176,21 @@ def growth(evidence: Evidence) -> str:
             for share, (_, gap) in zip(QUARTERS, at, strict=True)
         )
         n = len(at[-1][1].seeds)
-        text = f"on {results.records[0]['config']['eval']['tokens']:,} validation tokens"
-        parts.append(f"`{row}` − `plain`, by share of the training: {shown} ({n} seed{'s' * (n > 1)}, {text}).")
-        parts.append(trend(results, row, at[1][0], at[-1][0]))
-    return " ".join(parts)
+        seeds = f"{n} seed{'s' * (n > 1)}"
+        parts.append(f"`{row}` − `{other}`: {shown} ({seeds}). {trend(results, row, other, at[1][0], at[-1][0])}")
+    text = f"{results.records[0]['config']['eval']['tokens']:,} validation tokens"
+    return f"Nats per token by share of the training, on {text}:\n\n{as_items(parts)}"
 
 
 def closest(points: Sequence[tuple[int, Difference]], share: float) -> tuple[int, Difference]:
     return min(points, key=lambda point: abs(point[0] - share * points[-1][0]))
 
 
-def trend(results: Results, row: str, middle: int, end: int) -> str:
+def trend(results: Results, row: str, other: str, middle: int, end: int) -> str:
     """Whether the difference at the end is not that of the middle of the training, seed by seed."""
-    changes, seeds = [], common_seeds(results, row, PLAIN)
+    changes, seeds = [], common_seeds(results, row, other)
     for seed in seeds:
-        one, two = (curve_of(results.rows[name][seed]) for name in (row, PLAIN))
+        one, two = (curve_of(results.rows[name][seed]) for name in (row, other))
         changes.append(one[end] - two[end] - (one[middle] - two[middle]))
     change = of_seeds(changes, seeds)
     if change.error is None:

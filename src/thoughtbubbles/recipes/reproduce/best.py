@@ -2,23 +2,41 @@
 
 from collections.abc import Mapping
 
-from thoughtbubbles.recipes.reproduce.answers import BATCHES
 from thoughtbubbles.recipes.reproduce.compare_rows import difference
+from thoughtbubbles.recipes.reproduce.equal_cost import BATCHES, LARGEST
 from thoughtbubbles.recipes.reproduce.parts import PLAIN
 from thoughtbubbles.recipes.reproduce.records import Evidence, Results, flops, gpu_seconds, nats, parameters, tokens
 from thoughtbubbles.recipes.reproduce.tables import NONE_YET, markdown
 
 TRAINING = {"training tokens": tokens, "training FLOPs": flops, "GPU time of training": gpu_seconds}
-SAME_SIZE = f"training tokens, as many parameters as `{PLAIN}`"
-LARGEST = 1.01  # times plain's parameters: a score head or a gate is no other size
 DECODING = {batch: f"time of a decoded token, batch size {batch}" for batch in BATCHES}
+COMMAND = "thoughtbubbles reproduce long --data CORPUS"
+HEADINGS = (
+    *("cost", "over `plain`", "best row, and others not measurably worse", "model", "mean of `plain` + difference"),
+    *("against `plain`", "against the line above", f"`{COMMAND} …`"),
+)
 
 
 def best_table(evidence: Evidence) -> str:
+    """A table of the models that are no larger than plain, and one of all models if there are larger ones."""
     results = evidence.results["long"]
     if PLAIN not in results:
         return NONE_YET
-    costs, lines = costs_of(evidence), []
+    costs = costs_of(evidence)
+    most = LARGEST * results.cost(PLAIN, parameters)
+    small = [row for row in results.rows if results.cost(row, parameters) <= most]
+    same_size = {what: {row: of_rows[row] for row in small if row in of_rows} for what, of_rows in costs.items()}
+    parts = [f"With no more parameters than `{PLAIN}`:", markdown(HEADINGS, best_lines(results, same_size))]
+    if len(small) < len(results.rows):
+        parts += ["With any number of parameters:", markdown(HEADINGS, best_lines(results, costs))]
+    absent = [what for what in (*TRAINING, *DECODING.values()) if what not in costs]
+    if absent:
+        parts.append(f"Not measured yet, or on different devices: {'; '.join(absent)}.")
+    return "\n\n".join(parts)
+
+
+def best_lines(results: Results, costs: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+    lines = []
     for what, of_rows in costs.items():
         best = frontier(results, of_rows)
         for i, row in enumerate(best):
@@ -35,26 +53,16 @@ def best_table(evidence: Evidence) -> str:
                     f"{results.mean(PLAIN, nats) + gap.mean:.4f}",
                     "–" if row == PLAIN else gap.cell,
                     "–" if gain is None or best[i - 1] == PLAIN else gain.cell,
-                    f"`thoughtbubbles reproduce long --data CORPUS --only {row} --seed {seeds}`",
+                    f"`--only {row} --seed {seeds}`",
                 ]
             )
-    headings = (
-        *("cost", "over `plain`", "best row, and others not measurably worse", "model", "mean of `plain` + difference"),
-        *("against `plain`", "against the line above", "command"),
-    )
-    absent = [what for what in (*TRAINING, *DECODING.values()) if what not in costs]
-    notes = [f"Not measured yet, or on different devices: {'; '.join(absent)}."] if absent else []
-    return "\n\n".join([markdown(headings, lines), *notes])
+    return lines
 
 
 def costs_of(evidence: Evidence) -> dict[str, dict[str, float]]:
     """By kind of cost and row; kinds in which rows cannot be compared are left out."""
     results = evidence.results["long"]
-    most = LARGEST * results.cost(PLAIN, parameters)
     found = {
-        SAME_SIZE: {row: results.cost(row, tokens) for row in results.rows if results.cost(row, parameters) <= most}
-    }
-    found |= {
         what: {row: results.cost(row, value) for row in results.rows}
         for what, value in TRAINING.items()
         if value is not gpu_seconds or results.same_device

@@ -3,8 +3,9 @@
 Within a seed all rows read the same text in the same order and start from the same weights where these match, so the
 difference of two rows varies less than either. With two or more common seeds its standard error is that of the mean
 over seeds, and a difference counts as measured if its interval of 95 % confidence (Student's t) leaves out 0. With one
-seed it is taken over stretches of the validation text, since neighbouring windows are alike: that error has no share of
-the variation between seeds, so it is too small, and is always marked.
+seed it is taken over stretches of the validation text, since neighbouring windows are alike, and the variation between
+seeds is that of the rows with several seeds. Without such rows it is left out and the error too small. Either way it is
+marked.
 """
 
 import math
@@ -16,9 +17,11 @@ from typing import Literal
 from thoughtbubbles.recipes.reproduce.parts import PLAIN
 from thoughtbubbles.recipes.reproduce.records import Results, nats
 from thoughtbubbles.recipes.reproduce.study import Record
+from thoughtbubbles.written import plus_minus, signed
 
 FEW = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}  # 97.5 % quantiles of Student's t, by degrees of freedom
 STRETCHES = 64  # at most so many of the validation text
+ONE_SEED = " \\*"  # as Markdown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +33,8 @@ class Difference:
     """Standard error; None where it cannot be computed."""
     seeds: tuple[int, ...]
     over: Literal["seeds", "windows"]
-    n: int
-    """Seeds, or stretches of windows, that the error is computed from."""
+    degrees: int
+    """Of freedom of the error."""
 
     @property
     def is_measurable(self) -> bool:
@@ -41,11 +44,11 @@ class Difference:
     @property
     def quantile(self) -> float:
         """Half the width of that interval, in standard errors."""
-        return t_quantile(self.n - 1)
+        return t_quantile(self.degrees)
 
     @property
     def seeds_in_words(self) -> str:
-        return f"{len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed, ± over windows"
+        return f"{len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
 
     @property
     def size(self) -> str:
@@ -54,7 +57,8 @@ class Difference:
 
     @property
     def cell(self) -> str:
-        marked = " (over windows, one seed)" if self.over == "windows" else ""
+        """For a table, whose page explains the mark."""
+        marked = ONE_SEED if self.over == "windows" else ""
         return f"{signed(self.mean)}{plus_minus(self.error)}{marked}"
 
 
@@ -68,15 +72,6 @@ def t_quantile(degrees: int) -> float:
     return z + first / degrees + second / degrees**2 + third / degrees**3
 
 
-def signed(value: float) -> str:
-    shown = f"{value:+.4f}".replace("-", "−")
-    return "0.0000" if shown in ("+0.0000", "−0.0000") else shown
-
-
-def plus_minus(error: float | None) -> str:
-    return "" if error is None else f" ± {error:.4f}"
-
-
 def difference(results: Results, row: str, other: str) -> Difference | None:
     """Of the validation loss; None without a common seed."""
     seeds = common_seeds(results, row, other)
@@ -87,7 +82,35 @@ def difference(results: Results, row: str, other: str) -> Difference | None:
     if len(each) > 1:
         return of_seeds(each, seeds)
     error, n = error_over_windows(*pairs[0])
-    return Difference(mean=each[0], error=error, seeds=seeds, over="windows", n=n)
+    between = variation_between_seeds(results)
+    if between is None and results.like is not None:
+        between = variation_between_seeds(results.like)
+    if error is None or between is None:
+        return Difference(mean=each[0], error=error, seeds=seeds, over="windows", degrees=max(1, n - 1))
+    deviation, degrees = between
+    return Difference(mean=each[0], error=math.hypot(error, deviation), seeds=seeds, over="windows", degrees=degrees)
+
+
+def variation_between_seeds(results: Results) -> tuple[float, int] | None:
+    """The standard deviation between seeds of the difference of two rows, and its degrees of freedom.
+
+    From the rows with several seeds, whatever a row or a seed has in common taken out (a two-way analysis of variance):
+    sqrt(2 · Σ_rs (x_rs − x_r − x_s + x)² / ((R − 1) (S − 1))), x_r, x_s, x being means. None without two such rows.
+    """
+    several = [seeds for seeds in results.rows.values() if len(seeds) > 1]
+    common = sorted(set.intersection(*map(set, several))) if several else []
+    if len(several) < 2 or len(common) < 2:
+        return None
+    losses = [[nats(seeds[seed]) for seed in common] for seeds in several]
+    of_row, of_seed = (
+        [statistics.fmean(row) for row in losses],
+        [statistics.fmean(at) for at in zip(*losses, strict=True)],
+    )
+    mean, degrees = statistics.fmean(of_row), (len(several) - 1) * (len(common) - 1)
+    squares = sum(
+        (loss - of_row[r] - of_seed[s] + mean) ** 2 for r, row in enumerate(losses) for s, loss in enumerate(row)
+    )
+    return math.sqrt(2 * squares / degrees), degrees
 
 
 def level(results: Results, row: str, other: str, seed: int) -> float:
@@ -104,7 +127,9 @@ def common_seeds(results: Results, row: str, other: str) -> tuple[int, ...]:
 def of_seeds(each: Sequence[float], seeds: Sequence[int]) -> Difference:
     """From one difference per seed."""
     error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None
-    return Difference(mean=statistics.fmean(each), error=error, seeds=tuple(seeds), over="seeds", n=len(each))
+    return Difference(
+        mean=statistics.fmean(each), error=error, seeds=tuple(seeds), over="seeds", degrees=max(1, len(each) - 1)
+    )
 
 
 def window_sizes(record: Record) -> list[int]:
@@ -151,7 +176,9 @@ def autoregressive_gap(results: Results, row: str, name: str = "autoregressive -
     if len(found) > 1:
         return of_seeds([gap["mean"] for gap, _ in found.values()], tuple(found))
     ((gap, n),) = found.values()
-    return Difference(mean=gap["mean"], error=gap["standard_error"], seeds=tuple(found), over="windows", n=n)
+    return Difference(
+        mean=gap["mean"], error=gap["standard_error"], seeds=tuple(found), over="windows", degrees=max(1, n - 1)
+    )
 
 
 def curve_of(record: Record) -> dict[int, float]:

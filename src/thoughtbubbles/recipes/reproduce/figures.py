@@ -6,16 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from thoughtbubbles.recipes.reproduce.answers import NOT_SLOWER, closest, hardest, without_forks
-from thoughtbubbles.recipes.reproduce.compare_rows import (
-    curve_differences,
-    difference,
-    plus_minus,
-    signed,
-)
+from thoughtbubbles.recipes.reproduce.answers import closest
+from thoughtbubbles.recipes.reproduce.compare_rows import curve_differences, difference
+from thoughtbubbles.recipes.reproduce.equal_cost import NOT_SLOWER, ROWS, hardest, without_forks
 from thoughtbubbles.recipes.reproduce.parts import GROUP, PLAIN
 from thoughtbubbles.recipes.reproduce.records import Evidence, Results, flops, gpu_seconds, nats, parameters
 from thoughtbubbles.recipes.reproduce.sentences import needs, sentence
+from thoughtbubbles.written import plus_minus, signed
 
 CURVES = ("long", "short", "scarce", "laptop")  # protocols
 SMOOTH = 60  # points of a training curve, about
@@ -223,11 +220,17 @@ def cost_figure(
 
 
 def cost_sentence(results: Results, costs: Mapping[str, float], what: str) -> str:
-    gap = difference(results, "r2", PLAIN)
-    assert gap is not None
-    first = f"`r2` needs {costs['r2'] / costs[PLAIN]:.2f} × the {what} of `plain`: {sentence(gap, 'r2', PLAIN)}."
-    cheap = [row for row in costs if row not in ("r2", PLAIN) and costs[row] <= NOT_SLOWER * costs["r2"]]
-    best = hardest(results, "r2", cheap)
-    if best is None:
-        return first
-    return f"{first} Of the other rows that need no more, `{best[0]}` is the best: {sentence(best[1], 'r2', best[0])}."
+    """What each row with forks costs and brings, and the best row that needs no more."""
+    parts = []
+    for row in (row for row in ROWS if row in costs):
+        gap = difference(results, row, PLAIN)
+        assert gap is not None, "the figure leaves out rows without one"
+        parts.append(
+            f"`{row}` needs {costs[row] / costs[PLAIN]:.2f} × the {what} of `plain`: {sentence(gap, row, PLAIN)}."
+        )
+        others = [other for other in costs if other not in (row, PLAIN) and costs[other] <= NOT_SLOWER * costs[row]]
+        if best := hardest(results, row, others):
+            parts.append(
+                f"Of the other rows that need no more, `{best[0]}` is the best: {sentence(best[1], row, best[0])}."
+            )
+    return " ".join(parts)

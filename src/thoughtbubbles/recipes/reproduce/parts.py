@@ -129,3 +129,9 @@ def late_forks(budget: int) -> Row:
     """Most of the training at the price of the gate alone."""
     what = f"r = {budget} in the last quarter, r = 1 before"
     return Row(what=what, model=forks(budget), optim=TUNED["r2"], run={"forks_from": 0.75})
+
+
+def gated_forks_from(begin: float, when: str) -> Row:
+    """The presets' form, trained as the plain model with the same gate until then."""
+    what = f"`feedback-3-reach64-gate` in the last {when}, `head-gate` before"
+    return replace(gated_forks()["feedback-3-reach64-gate"], what=what, run={"forks_from": begin})

@@ -32,15 +32,19 @@ from thoughtbubbles.recipes.reproduce.parts import (
     Row,
     forks,
     gated_forks,
+    gated_forks_from,
     late_forks,
     plain_model,
 )
 from thoughtbubbles.recipes.reproduce.screen import screen
 from thoughtbubbles.train.config import OptimConfig
 
+WIDER: dict[str, Any] = {"width": 384, "n_head": 6}
+
 
 def long() -> Protocol:
     plain, forked = TUNED["plain"], TUNED["r2"]
+    longer = "plain GPT, a sigmoid gate per head, {} × the tokens"
     rows = {
         PLAIN: Row(what="plain GPT", optim=plain, seeds=THREE, zero_shot=True),
         "r1": Row(what=R1, model=forks(1), optim=forked, seeds=THREE, zero_shot=True),
@@ -60,7 +64,7 @@ def long() -> Protocol:
         ),
         "r4": Row(what="causal selection, 4 streams per token", model=forks(4), optim=forked),
         "copy-3": Row(what="copy-3: every embedding three times", model={"copies": 3}, optim=plain),
-        "wider": Row(what="plain GPT of width 384", model={"width": 384, "n_head": 6}, optim=plain),
+        "wider": Row(what="plain GPT of width 384", model=WIDER, optim=plain),
         "longer": Row(what="plain GPT, 1.8 × the tokens", optim=plain, length=1.8),
         "state-3": Row(what=EVERY.format(layer=3), model=forks(2, layers=(3,), **STATE), optim=forked),
         "feedback-3": Row(
@@ -68,16 +72,28 @@ def long() -> Protocol:
         ),
         **gated_forks(),
         **{f"r{budget}-late": late_forks(budget) for budget in (2, 4)},
-        # As many tokens as `head-gate` reads in the GPU time of `feedback-3-gate`, by their steps (long/steps.json).
+        # As many tokens as `head-gate` reads in the GPU time of `feedback-3-reach64-gate`, by steps (long/steps.json).
         "longer-gate": Row(
-            what="plain GPT, a sigmoid gate per head, 2.05 × the tokens",
+            what=longer.format(1.82),
             model={"head_gate": True},
             optim=plain,
-            length=2.05,
+            seeds=THREE,
+            length=1.82,
         ),
     }
     candidate = "feedback-3-reach64-gate"
+    # At the price of the gate alone until then, so by the steps of both (long/steps.json) 1.41 and 1.20 × its GPU time.
+    rows |= {
+        "feedback-3-reach64-half-gate": gated_forks_from(0.5, "half"),
+        "feedback-3-reach64-late-gate": gated_forks_from(0.75, "quarter"),
+        "longer-gate-1.4": replace(rows["longer-gate"], what=longer.format(1.4), seeds=(0,), length=1.4),
+        "longer-gate-1.2": replace(rows["longer-gate"], what=longer.format(1.2), seeds=(0,), length=1.2),
+    }
     rows[candidate] = replace(rows[candidate], seeds=THREE, zero_shot=True)
+    # Does what the candidate brings grow or shrink with the size of the model?
+    gate = Row(what="`wider`, a sigmoid gate per head", model={**WIDER, "head_gate": True}, optim=plain)
+    wider = Row(what=f"`{candidate}` of width 384", model={**rows[candidate].model, **WIDER}, optim=forked)
+    rows |= {"wider-gate": gate, f"wider-{candidate}": wider}
     return Protocol(
         what="12 layers of width 256, four epochs of the text", model=LONG, optim=LONG_OPTIM, rows=rows, epochs=4.0
     )
@@ -127,8 +143,10 @@ def scarce() -> Protocol:
         "r1": Row(what=R1, model=forks(1), optim=TUNED["r2"]),
         "r2": Row(what=R2, model=forks(2), optim=TUNED["r2"]),
         "r4": Row(what="causal selection, 4 streams per token", model=forks(4), optim=TUNED["r2"]),
-        "wider": Row(what="plain GPT of width 384", model={"width": 384, "n_head": 6}, optim=TUNED["plain"]),
-        "ensemble": Row(what="the mean prediction of two plain models", ensemble=2),
+        "head-gate": Row(what="plain GPT, a sigmoid gate per head", model={"head_gate": True}, optim=TUNED["plain"]),
+        "feedback-3-reach64-gate": gated_forks()["feedback-3-reach64-gate"],
+        "wider": Row(what="plain GPT of width 384", model=WIDER, optim=TUNED["plain"]),
+        "ensemble": Row(what="the mean prediction of two plain models", optim=TUNED["plain"], ensemble=2),
     }
     return Protocol(
         what="the model of `long` on 20M tokens of text, 12 epochs, stopped at the best validation loss",

@@ -11,13 +11,14 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from thoughtbubbles.files import read_object
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.recipes.reproduce.parts import PLAIN, Protocol, Row
 from thoughtbubbles.recipes.reproduce.protocols import PROTOCOLS, protocol
 from thoughtbubbles.recipes.reproduce.study import Record, read_record
+from thoughtbubbles.train.budget import with_budget
 
 STEPS_FILE = "steps.json"
 Value = Callable[[Record], float]
@@ -30,6 +31,11 @@ REQUIRED = (  # what every table uses; a dot goes into a nested field
 )
 
 
+class Step(NamedTuple):
+    seconds: float
+    commit: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Results:
     """All records of a protocol, by row and seed, rows in the protocol's order."""
@@ -37,8 +43,10 @@ class Results:
     name: str
     protocol: Protocol
     rows: Mapping[str, Mapping[int, Record]]
-    step_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of a training step alone on the device that all records are from, by row."""
+    step_alone: Mapping[str, "Step"] = field(default_factory=dict)
+    """A training step alone on the device that all records are from, by row."""
+    like: "Results | None" = None
+    """Those of `long` for another protocol with its model: they have more seeds."""
 
     def __contains__(self, row: str) -> bool:
         return row in self.rows
@@ -75,8 +83,8 @@ class Results:
         the fastest seed, since others shared the GPU."""
         if value is not gpu_seconds:
             return self.mean(row, value)
-        if row in self.step_seconds:
-            return self.mean(row, steps) * self.step_seconds[row]
+        if row in self.step_alone:
+            return self.mean(row, steps) * self.step_alone[row].seconds
         return self.mean(row, tokens) / max(tokens(each) / gpu_seconds(each) for each in self.rows[row].values())
 
     def ratio(self, row: str, value: Value, *, over: str = PLAIN) -> float:
@@ -125,7 +133,12 @@ def read_evidence(folder: Path) -> Evidence:
 
 def read_results(folder: Path) -> dict[str, Results]:
     """Of every protocol; those without records have no rows."""
-    return {name: read_protocol(folder, name) for name in PROTOCOLS}
+    found = {name: read_protocol(folder, name) for name in PROTOCOLS}
+    long = found["long"]
+    return {
+        name: replace(each, like=long) if each is not long and each.protocol.model == long.protocol.model else each
+        for name, each in found.items()
+    }
 
 
 def read_protocol(folder: Path, name: str) -> Results:
@@ -145,19 +158,21 @@ def read_protocol(folder: Path, name: str) -> Results:
         of_row = {record["seed"]: record for record in records.values() if record["row"] == row}
         if of_row:
             rows[row] = dict(sorted(of_row.items()))
-    return Results(name=name, protocol=found, rows=rows, step_seconds=steps_alone(folder, name, rows))
+    return Results(name=name, protocol=found, rows=rows, step_alone=steps_alone(folder, name, rows))
 
 
-def steps_alone(folder: Path, name: str, rows: Mapping[str, Mapping[int, Record]]) -> dict[str, float]:
-    """Seconds of a training step by row: as measured for the protocol, or for a row of `long` with the same model."""
-    found, long = protocol(name), protocol("long")
-    measured = read_steps(folder / "long" / STEPS_FILE, rows) if found.model == long.model else {}
-    same: dict[str, float] = {}
-    for row, settings in found.rows.items():
-        for other, seconds in measured.items():
-            if other in long.rows and has_same_step(long.model, long.rows[other], settings):
-                same.setdefault(row, seconds)
-    return with_late_forks({**same, **read_steps(folder / name / STEPS_FILE, rows)}, found.rows)
+def steps_alone(folder: Path, name: str, rows: Mapping[str, Mapping[int, Record]]) -> dict[str, Step]:
+    """A training step by row: of the first row with its model that was measured, for the protocol or `long`."""
+    found = protocol(name)
+    same: dict[str, Step] = {}
+    for source_name, source in ((name, found), ("long", protocol("long"))):
+        if source.model != found.model:
+            continue
+        for other, step in read_steps(folder / source_name / STEPS_FILE, rows).items():
+            for row, settings in found.rows.items():
+                if other in source.rows and has_same_step(found.model, source.rows[other], settings):
+                    same.setdefault(row, step)
+    return with_changing_budgets(same, found)
 
 
 def has_same_step(model: ModelConfig, one: Row, two: Row) -> bool:
@@ -166,8 +181,8 @@ def has_same_step(model: ModelConfig, one: Row, two: Row) -> bool:
     return is_same and one.optim.get("kind") == two.optim.get("kind") and not (one.run or two.run)
 
 
-def read_steps(path: Path, rows: Mapping[str, Mapping[int, Record]]) -> dict[str, float]:
-    """Seconds of a training step by row; those of another device or size than the records' say nothing."""
+def read_steps(path: Path, rows: Mapping[str, Mapping[int, Record]]) -> dict[str, Step]:
+    """A training step by row; those of another device or size than the records' say nothing."""
     if not path.is_file():
         return {}
     found = read_object(path)
@@ -175,26 +190,27 @@ def read_steps(path: Path, rows: Mapping[str, Mapping[int, Record]]) -> dict[str
     records = [record for seeds in rows.values() for record in seeds.values()]
     if {(each["device"], *size_of_step(each["config"])) for each in records} != {measured}:
         return {}
-    return {row: each["milliseconds"] / 1000 for row, each in found["rows"].items()}
+    return {row: Step(each["milliseconds"] / 1000, each["commit"]) for row, each in found["rows"].items()}
 
 
-def with_late_forks(seconds: Mapping[str, float], rows: Mapping[str, Row]) -> dict[str, float]:
-    """A row whose forks begin late has the mean time of the row that is never without them and of that without any."""
-    found = dict(seconds)
-    for name, row in rows.items():
-        begin = row.run.get("forks_from", 0)
-        before, after = (
-            next((seconds[other] for other in seconds if has_model(rows.get(other), row, budget)), None)
-            for budget in (1, row.model.get("budget"))
-        )
-        if begin and before is not None and after is not None:
-            found[name] = begin * before + (1 - begin) * after
-    return found
+def with_changing_budgets(known: Mapping[str, Step], found: Protocol) -> dict[str, Step]:
+    """A row whose budget changes while it trains has the mean time of the rows that always have one of its budgets."""
+    steps = dict(known)
+    for name, row in found.rows.items():
+        own, begin = replace(found.model, **row.model), row.run.get("forks_from", 0.0)
+        budgets = row.run.get("budgets") or (own.budget,)
+        shares = [(begin, 1.0), *(((1 - begin) / len(budgets), budget) for budget in budgets)]
+        parts = [(share, step_of(with_budget(own, budget), known, found)) for share, budget in shares if share]
+        measured = [(share, step) for share, step in parts if step is not None]
+        if row.run and len(measured) == len(parts):
+            steps[name] = Step(sum(share * step.seconds for share, step in measured), measured[-1][1].commit)
+    return steps
 
 
-def has_model(other: Row | None, row: Row, budget: object) -> bool:
-    """Whether another row has this row's model with this budget, from the first step on."""
-    return other is not None and not other.run and dict(other.model) == {**row.model, "budget": budget}
+def step_of(model: ModelConfig, known: Mapping[str, Step], found: Protocol) -> Step | None:
+    """Of a row that has this model from the first step on."""
+    rows = (name for name in known if name in found.rows and not found.rows[name].run)
+    return next((known[name] for name in rows if replace(found.model, **found.rows[name].model) == model), None)
 
 
 def size_of_step(config: Mapping[str, Any]) -> tuple[int, int | None]:

@@ -1,6 +1,6 @@
 """Renders docs/results: tables, answers and figures from the records, between the markers that name them.
 
-A page is written by hand; what is between `<!-- name -->` and `<!-- /name -->` is generated. So is one line of the
+A page is written by hand; what is between `<!-- name -->` and `<!-- /name -->` is generated. So is a table of the
 README, `evidence`. index.md has the protocols on text, tasks.md the tasks.
 """
 
@@ -16,9 +16,9 @@ from thoughtbubbles.recipes.reproduce.answers import answers
 from thoughtbubbles.recipes.reproduce.best import best_table
 from thoughtbubbles.recipes.reproduce.figures import Figure, figures
 from thoughtbubbles.recipes.reproduce.finetune.report import clutrr_figure, clutrr_table, gsm8k_table
+from thoughtbubbles.recipes.reproduce.overview import overview
 from thoughtbubbles.recipes.reproduce.plots import write_figure
 from thoughtbubbles.recipes.reproduce.records import Evidence, read_evidence
-from thoughtbubbles.recipes.reproduce.sentences import evidence_line
 from thoughtbubbles.recipes.reproduce.tables import (
     autoregressive_table,
     forks_table,
@@ -33,6 +33,7 @@ from thoughtbubbles.recipes.reproduce.tables import (
 from thoughtbubbles.recipes.reproduce.tasks.records import read_task_records
 from thoughtbubbles.recipes.reproduce.tasks.report import (
     answer,
+    forms_table,
     help_table,
     of_task,
     task_figures,
@@ -65,7 +66,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Evidence], str]]] = {
         lambda found: f"{sweep_table(found.results['long-sweep'])}\n\n{shown(found, 'sweep')}",
     ),
     "provenance": ("Records", lambda found: provenance_table(found.results.values())),
-    "evidence": ("In one line", lambda found: evidence_line(found.results["long"])),
+    "evidence": ("Overview", overview),
 }
 # Which protocols a part of the page is about: one without any records is left out of a new page.
 ABOUT = {
@@ -92,6 +93,7 @@ def task_sections(folder: Path) -> dict[str, Callable[[], str]]:
         return "\n\n".join(parts)
 
     return {
+        "tasks-forms": forms_table,
         "tasks-answer": partial(answer, records),
         "tasks-help": partial(help_table, records),
         **{f"task-{task}": partial(section, task) for task in TASKS},

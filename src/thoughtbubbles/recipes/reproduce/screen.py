@@ -1,4 +1,7 @@
-"""The protocol `screen`: ideas for better forks, on a third of the tokens of `long`."""
+"""The protocol `screen`: ideas for better forks, on a third of the tokens of `long`.
+
+The gates of plain models are `head-gate`, `r1` and `r1-gate`: what has one of them too is compared with it.
+"""
 
 from typing import Any
 
@@ -18,132 +21,26 @@ from thoughtbubbles.recipes.reproduce.parts import (
     late_forks,
 )
 
-SCORED: dict[str, Any] = {"fork_reach": 64, "merge": "forks", "feedback": True}
+PLAIN_OPTIM, FORKED_OPTIM = TUNED["plain"], TUNED["r2"]
 
 
 def screen() -> Protocol:
-    """Where forks are visible, and who predicts; forks that every token has; gates; when forks begin.
-
-    The gates of plain models are `head-gate`, `r1` and `r1-gate`: what has one of them too is compared with it.
-    """
-    seen = {"": "seen by all", "-reach64": "seen by 64 tokens", "-private": "private"}
-    reach: dict[str, int | None] = {"": None, "-reach64": 64, "-private": 0}
-    merges = {"": "residual", "-mixture": "mixture", "-forks": "forks"}
-    modern: dict[str, Any] = {"block": "modern"}
-    muon: dict[str, Any] = {"kind": "muon"}  # its updates have the size of AdamW's, so learning rates are the same
-    plain, forked = TUNED["plain"], TUNED["r2"]
     rows = {
-        PLAIN: Row(what="plain GPT", optim=plain),
-        "head-gate": Row(what="plain GPT, a sigmoid gate per head", model={"head_gate": True}, optim=plain),
-        "r1": Row(what=R1, model=forks(1), optim=forked),
-        **{
-            f"r2{far}{how}": Row(
-                what=f"r = 2, forks {seen[far]}, merge `{merges[how]}`",
-                model=forks(2, fork_reach=reach[far], merge=merges[how]),
-                optim=forked,
-            )
-            for far in seen
-            for how in merges
-        },
-        **{
-            f"state-{layer}": Row(
-                what=EVERY.format(layer=layer),
-                model=forks(2, layers=(layer,), **STATE),
-                optim=forked,
-            )
-            for layer in (0, 3, 6)
-        },
-        **{
-            f"feedback-{layer}": Row(
-                what=FEEDBACK.format(layer=layer),
-                model=forks(2, layers=(layer,), **STATE, feedback=True),
-                optim=forked,
-            )
-            for layer in (0, 3, 6)
-        },
-        "feedback-3-scores": Row(
-            what="`feedback-3` with learned scores, which attenuate",
-            model=forks(2, layers=(3,), fork_reach=0, merge="forks", feedback=True),
-            optim=forked,
-        ),
-        "feedback-3-residual": Row(
-            what="`feedback-3`, originals predict too",
-            model=forks(2, layers=(3,), **{**STATE, "merge": "residual"}, feedback=True),
-            optim=forked,
-        ),
+        PLAIN: Row(what="plain GPT", optim=PLAIN_OPTIM),
+        "head-gate": Row(what="plain GPT, a sigmoid gate per head", model={"head_gate": True}, optim=PLAIN_OPTIM),
+        "r1": forked(R1, forks(1)),
+        **reach_and_merge(),
+        **for_every_token(),
         **gated_forks(),
-        "feedback-3-reach512-gate": Row(
-            what="`feedback-3-gate`, forks see forks of all tokens before",
-            model=forks(2, layers=(3,), **{**STATE, "fork_reach": 512}, feedback=True, head_gate=True),
-            optim=forked,
+        **near_the_candidate(),
+        "r2-private-gate": forked(
+            "r = 2, private forks, a sigmoid gate per head", forks(2, fork_reach=0, head_gate=True)
         ),
-        "feedback-0-reach64-gate": Row(
-            what="`feedback-0`, forks see forks of the 64 tokens before; a sigmoid gate per head",
-            model=forks(2, layers=(0,), **{**STATE, "fork_reach": 64}, feedback=True, head_gate=True),
-            optim=forked,
-        ),
-        "feedback-3-reach64-scores-gate": Row(
-            what="`feedback-3-reach64-gate` with learned scores, which attenuate",
-            model=forks(2, layers=(3,), **SCORED, head_gate=True),
-            optim=forked,
-        ),
-        "feedback-3-reach64-elastic-gate": Row(
-            what="the same, r drawn from 1, 1.25, 1.5, 1.75 and 2, measured at 2",
-            model=forks(2, layers=(3,), **SCORED, head_gate=True),
-            optim=forked,
-            run={"budgets": (1.0, 1.25, 1.5, 1.75, 2.0)},
-        ),
-        "r2-private-gate": Row(
-            what="r = 2, private forks, a sigmoid gate per head",
-            model=forks(2, fork_reach=0, head_gate=True),
-            optim=forked,
-        ),
-        "r2-own": Row(
-            what="r = 2, scores of the last fork layer alone, no product", model=forks(2, own_scores=True), optim=forked
-        ),
-        "r2-bias": Row(what="r = 2, all scores near 0.95 at first", model=forks(2, score_bias=3), optim=forked),
-        "r2-relative": Row(
-            what="r = 2, scores relative to the best of the bubble", model=forks(2, relative_scores=True), optim=forked
-        ),
-        "r2-relative-gate": Row(
-            what="r = 2, relative scores, a sigmoid gate per head",
-            model=forks(2, relative_scores=True, head_gate=True),
-            optim=forked,
-        ),
-        "r2-private-relative-gate": Row(
-            what="r = 2, private forks, relative scores, a sigmoid gate per head",
-            model=forks(2, fork_reach=0, relative_scores=True, head_gate=True),
-            optim=forked,
-        ),
-        "r2-once": Row(what="r = 2, a single fork layer, before block 3", model=forks(2, layers=(3,)), optim=forked),
-        "r2-noise": Row(what="r = 2, forks chosen by scores with noise", model=forks(2, score_noise=0.5), optim=forked),
-        "r2-full-writes": Row(
-            what="r = 2, residual updates not attenuated", model=forks(2, gate_residual=False), optim=forked
-        ),
-        "modern": Row(what="plain, with RMSNorm, SwiGLU, query-key norm", model=modern, optim=plain),
-        "modern-gate": Row(what="`modern`, a sigmoid gate per head", model={**modern, "head_gate": True}, optim=plain),
-        "modern-r2": Row(what="`r2` with the blocks of `modern`", model=forks(2, **modern), optim=forked),
-        "modern-state-3": Row(
-            what="`state-3` with the blocks of `modern`", model=forks(2, layers=(3,), **STATE, **modern), optim=forked
-        ),
-        "modern-feedback-3-reach64-gate": Row(
-            what="`feedback-3-reach64-gate` with the blocks of `modern`",
-            model=forks(2, layers=(3,), **{**STATE, "fork_reach": 64}, feedback=True, head_gate=True, **modern),
-            optim=forked,
-        ),
-        "modern-muon": Row(what="`modern`, trained with Muon", model=modern, optim={**plain, **muon}),
-        "modern-muon-gate": Row(
-            what="`modern-gate`, trained with Muon", model={**modern, "head_gate": True}, optim={**plain, **muon}
-        ),
-        "modern-muon-r2": Row(
-            what="`modern-r2`, trained with Muon", model=forks(2, **modern), optim={**forked, **muon}
-        ),
+        **scores(),
+        **modern_blocks(),
         "r2-late": late_forks(2),
-        "r2-elastic": Row(
-            what="r drawn from 1, 1.5, 2, 3 and 4, measured at 2",
-            model=forks(2),
-            optim=forked,
-            run={"budgets": (1.0, 1.5, 2.0, 3.0, 4.0)},
+        "r2-elastic": forked(
+            "r drawn from 1, 1.5, 2, 3 and 4, measured at 2", forks(2), budgets=(1.0, 1.5, 2.0, 3.0, 4.0)
         ),
     }
     return Protocol(
@@ -154,3 +51,115 @@ def screen() -> Protocol:
         epochs=4 / 3,
         ar_windows=0,
     )
+
+
+def forked(what: str, model: dict[str, Any], **run: Any) -> Row:
+    return Row(what=what, model=model, optim=FORKED_OPTIM, run=run)
+
+
+def reach_and_merge() -> dict[str, Row]:
+    """Where forks are visible, and who predicts."""
+    seen = {"": ("seen by all", None), "-reach64": ("seen by 64 tokens", 64), "-private": ("private", 0)}
+    merges = {"": "residual", "-mixture": "mixture", "-forks": "forks"}
+    return {
+        f"r2{far}{how}": forked(f"r = 2, forks {where}, merge `{merge}`", forks(2, fork_reach=reach, merge=merge))
+        for far, (where, reach) in seen.items()
+        for how, merge in merges.items()
+    }
+
+
+def for_every_token() -> dict[str, Row]:
+    """Forks that every token has, from its own state or from feedback too."""
+    return {
+        **{
+            f"state-{layer}": forked(EVERY.format(layer=layer), forks(2, layers=(layer,), **STATE))
+            for layer in (0, 3, 6)
+        },
+        **{
+            f"feedback-{layer}": forked(FEEDBACK.format(layer=layer), forks(2, layers=(layer,), **STATE, feedback=True))
+            for layer in (0, 3, 6)
+        },
+        "feedback-3-scores": forked(
+            "`feedback-3` with learned scores, which attenuate",
+            forks(2, layers=(3,), fork_reach=0, merge="forks", feedback=True),
+        ),
+        "feedback-3-residual": forked(
+            "`feedback-3`, originals predict too",
+            forks(2, layers=(3,), **{**STATE, "merge": "residual"}, feedback=True),
+        ),
+    }
+
+
+def near_the_candidate() -> dict[str, Row]:
+    """Around `feedback-3-reach64-gate`: forks that see farther or begin earlier, learned scores, drawn budgets."""
+    fed: dict[str, Any] = {**STATE, "feedback": True, "head_gate": True}
+    scored = forks(2, layers=(3,), fork_reach=64, merge="forks", feedback=True, head_gate=True)
+    return {
+        "feedback-3-reach512-gate": forked(
+            "`feedback-3-gate`, forks see forks of all tokens before",
+            forks(2, layers=(3,), **{**fed, "fork_reach": 512}),
+        ),
+        "feedback-0-reach64-gate": forked(
+            "`feedback-0`, forks see forks of the 64 tokens before; a sigmoid gate per head",
+            forks(2, layers=(0,), **{**fed, "fork_reach": 64}),
+        ),
+        "feedback-6-reach64-gate": forked(
+            "`feedback-6`, forks see forks of the 64 tokens before; a sigmoid gate per head",
+            forks(2, layers=(6,), **{**fed, "fork_reach": 64}),
+        ),
+        "feedback-3-reach64-drawn-gate": forked(
+            "`feedback-3-reach64-gate` in every second step, drawn at random, `head-gate` in the others",
+            forks(2, layers=(3,), **{**fed, "fork_reach": 64}),
+            budgets=(1.0, 2.0),
+        ),
+        "feedback-3-reach64-scores-gate": forked(
+            "`feedback-3-reach64-gate` with learned scores, which attenuate", scored
+        ),
+        "feedback-3-reach64-elastic-gate": forked(
+            "the same, r drawn from 1, 1.25, 1.5, 1.75 and 2, measured at 2",
+            scored,
+            budgets=(1.0, 1.25, 1.5, 1.75, 2.0),
+        ),
+    }
+
+
+def scores() -> dict[str, Row]:
+    """Scores that do not starve."""
+    return {
+        "r2-own": forked("r = 2, scores of the last fork layer alone, no product", forks(2, own_scores=True)),
+        "r2-bias": forked("r = 2, all scores near 0.95 at first", forks(2, score_bias=3)),
+        "r2-relative": forked("r = 2, scores relative to the best of the bubble", forks(2, relative_scores=True)),
+        "r2-relative-gate": forked(
+            "r = 2, relative scores, a sigmoid gate per head", forks(2, relative_scores=True, head_gate=True)
+        ),
+        "r2-private-relative-gate": forked(
+            "r = 2, private forks, relative scores, a sigmoid gate per head",
+            forks(2, fork_reach=0, relative_scores=True, head_gate=True),
+        ),
+        "r2-once": forked("r = 2, a single fork layer, before block 3", forks(2, layers=(3,))),
+        "r2-noise": forked("r = 2, forks chosen by scores with noise", forks(2, score_noise=0.5)),
+        "r2-full-writes": forked("r = 2, residual updates not attenuated", forks(2, gate_residual=False)),
+    }
+
+
+def modern_blocks() -> dict[str, Row]:
+    """A strong baseline: does what was found survive?"""
+    modern: dict[str, Any] = {"block": "modern"}
+    muon = {"kind": "muon"}  # its updates have the size of AdamW's, so learning rates are the same
+    gate = {**modern, "head_gate": True}
+    fed = forks(2, layers=(3,), **{**STATE, "fork_reach": 64}, feedback=True, **gate)
+    return {
+        "modern": Row(what="plain, with RMSNorm, SwiGLU, query-key norm", model=modern, optim=PLAIN_OPTIM),
+        "modern-gate": Row(what="`modern`, a sigmoid gate per head", model=gate, optim=PLAIN_OPTIM),
+        "modern-r2": forked("`r2` with the blocks of `modern`", forks(2, **modern)),
+        "modern-state-3": forked("`state-3` with the blocks of `modern`", forks(2, layers=(3,), **STATE, **modern)),
+        "modern-feedback-3-reach64-gate": forked("`feedback-3-reach64-gate` with the blocks of `modern`", fed),
+        "modern-muon": Row(what="`modern`, trained with Muon", model=modern, optim={**PLAIN_OPTIM, **muon}),
+        "modern-muon-gate": Row(what="`modern-gate`, trained with Muon", model=gate, optim={**PLAIN_OPTIM, **muon}),
+        "modern-muon-r2": Row(
+            what="`modern-r2`, trained with Muon", model=forks(2, **modern), optim={**FORKED_OPTIM, **muon}
+        ),
+        "modern-muon-feedback-3-reach64-gate": Row(
+            what="`modern-feedback-3-reach64-gate`, trained with Muon", model=fed, optim={**FORKED_OPTIM, **muon}
+        ),
+    }

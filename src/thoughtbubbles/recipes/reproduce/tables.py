@@ -12,12 +12,21 @@ from thoughtbubbles.recipes.reproduce.compare_rows import (
     common_seeds,
     difference,
     of_seeds,
-    signed,
+    variation_between_seeds,
 )
 from thoughtbubbles.recipes.reproduce.parts import PLAIN, TUNED
-from thoughtbubbles.recipes.reproduce.records import Results, gpu_seconds, is_cpu, nats, parameters, tokens
+from thoughtbubbles.recipes.reproduce.records import (
+    Results,
+    gpu_seconds,
+    is_cpu,
+    nats,
+    parameters,
+    tokens,
+    with_scores_off,
+)
 from thoughtbubbles.recipes.reproduce.study import Record
 from thoughtbubbles.train.forks import QUANTILE_NAMES
+from thoughtbubbles.written import signed
 
 NONE_YET = "Not measured yet."
 PAPER = Path(__file__).with_name("paper.json")
@@ -29,7 +38,9 @@ def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def protocol_table(results: Results) -> str:
-    """One line per row of the protocol, also for those that are not run."""
+    """One line per row that has a record; then those that have none."""
+    if not results.rows:
+        return "\n\n".join(not_run(results))
     headings = (
         "row",
         "model",
@@ -43,9 +54,61 @@ def protocol_table(results: Results) -> str:
         "loss on a repetition",
         "autoregressive − blockwise",
     )
-    names = [*results.protocol.rows, *(row for row in results.rows if row not in results.protocol.rows)]
-    table = markdown(headings, (protocol_line(results, row) for row in names))
-    return "\n\n".join([table, *([measured_on(results)] if results.rows else [])])
+    table = markdown(headings, (protocol_line(results, row) for row in results.rows))
+    notes = [measured_on(results), *between_seeds(results), *times_from(results), *changed_since(results)]
+    return "\n\n".join([table, *not_run(results), *notes])
+
+
+def not_run(results: Results) -> list[str]:
+    """The rows of the protocol without a record, by name."""
+    missing = [
+        f"`{row}` ({known.what}{f'; {len(known.seeds)} seeds' * (len(known.seeds) > 1)})"
+        for row, known in results.protocol.rows.items()
+        if row not in results
+    ]
+    return [f"Planned, not run: {'; '.join(missing)}."] if missing else []
+
+
+def between_seeds(results: Results) -> list[str]:
+    found = variation_between_seeds(results)
+    if found is None:
+        return []
+    deviation, degrees = found
+    return [
+        f"Between seeds, the difference of two rows has a standard deviation of {deviation:.4f} ({degrees} degrees of "
+        "freedom)."
+    ]
+
+
+def times_from(results: Results) -> list[str]:
+    """Which commits the times of training steps are of, if of several."""
+    of_commit: dict[str, list[str]] = {}
+    for row in results.rows:
+        if row in results.step_alone:
+            of_commit.setdefault(results.step_alone[row].commit[:7], []).append(f"`{row}`")
+    parts = "; ".join(f"at {commit} {', '.join(rows)}" for commit, rows in of_commit.items())
+    if len(of_commit) < 2:
+        return []
+    return [f"Times of a training step were measured at several commits, so their ratios are rough: {parts}."]
+
+
+def changed_since(results: Results) -> list[str]:
+    """Rows whose records have a form of the model that the code now writes in another way."""
+    changed = [
+        f"`{row}` ({seeds})"
+        for row, records in results.rows.items()
+        if (
+            seeds := ", ".join(
+                str(seed) for seed, each in records.items() if with_scores_off(each["config"]) != each["config"]
+            )
+        )
+    ]
+    if not changed:
+        return []
+    return [
+        "Run with scores that are all 1 (`score_bias=60`) where the row has none today (`scores=False`): the same "
+        f"function with more parameters, whose bits `--again` cannot repeat: {', '.join(changed)}."
+    ]
 
 
 def unit(results: Results) -> str:
@@ -64,8 +127,6 @@ def measured_on(results: Results) -> str:
 
 def protocol_line(results: Results, row: str) -> list[str]:
     planned = len(results.planned(row))
-    if row not in results:
-        return [f"`{row}`", results.what(row), f"not run ({planned} planned)", *["–"] * 8]
     records = list(results.rows[row].values())
     seconds = seconds_of(results, row)
     if not results.same_device:
@@ -91,7 +152,7 @@ def protocol_line(results: Results, row: str) -> list[str]:
 
 def seconds_of(results: Results, row: str) -> str:
     """An upper bound unless a step was measured alone on the GPU."""
-    bound = "" if row in results.step_seconds or is_cpu(results.devices[0]) else "≤ "
+    bound = "" if row in results.step_alone or is_cpu(results.devices[0]) else "≤ "
     return f"{bound}{results.cost(row, gpu_seconds):,.0f}"
 
 
@@ -101,10 +162,7 @@ def screen_table(results: Results, long: Results) -> str:
     losses = {row: results.mean(row, nats) for row in results.rows}
     best = min(losses, key=losses.__getitem__) if losses else None
     lines = []
-    for row in results.protocol.rows:
-        if row not in losses:
-            lines.append([f"`{row}`", results.what(row), "not run", *["–"] * 3])
-            continue
+    for row in (row for row in results.protocol.rows if row in losses):
         rivals = (None if row == rival else difference(results, row, rival) for rival in plain_rivals(row))
         lines.append(
             [
@@ -123,7 +181,7 @@ def screen_table(results: Results, long: Results) -> str:
         "against plain",
         "against plain with a gate",
     )
-    parts = [markdown(headings, lines), *([measured_on(results)] if results.rows else [])]
+    parts = [markdown(headings, lines), *not_run(results), measured_on(results)] if lines else not_run(results)
     trusted = []
     for rival in (PLAIN, "head-gate"):
         both = [row for row in results.rows if row not in (PLAIN, rival) and difference(long, row, rival)]

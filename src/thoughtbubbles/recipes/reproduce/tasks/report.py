@@ -29,7 +29,7 @@ def of_task(records: Mapping[str, Mapping[int, Record]], task: str) -> Records:
 
 
 def task_table(task: str, found: Records) -> str:
-    """A line per form, also for those that are not run."""
+    """A line per form that has a record; then those that have none."""
     splits = ["val", *(split for split in TASKS[task].splits if split != "train")]
     headings = (
         "form",
@@ -39,11 +39,18 @@ def task_table(task: str, found: Records) -> str:
         *(_headings(task, splits)),
         "streams: hard, easy with the same character, easy",
     )
-    lines = [_line(task, form, found.get(form, {}), splits) for form in FORMS]
-    table = markdown(headings, [*lines, _chance(task, splits)])
+    lines = [_line(task, form, found[form], splits) for form in FORMS if form in found]
+    missing = ", ".join(f"`{form}`" for form in FORMS if form not in found)
+    parts = [markdown(headings, [*lines, _chance(task, splits)])] if found else []
+    parts += [f"Planned, {len(SEEDS)} seeds each, not run: {missing}."] if missing else []
     example = next(TASKS[task].examples("val", seed=0)).text
     what = TASKS[task].what.capitalize().removesuffix("?")
-    return f"{what}{'?' * TASKS[task].what.endswith('?') or '.'} For example: `{example}`\n\n{table}"
+    first = f"{what}{'?' * TASKS[task].what.endswith('?') or '.'} For example: `{example}`"
+    return "\n\n".join([first, *parts])
+
+
+def forms_table() -> str:
+    return markdown(("form", "model"), ([f"`{form}`", known.what] for form, known in FORMS.items()))
 
 
 def _chance(task: str, splits: Sequence[str]) -> list[str]:
@@ -66,9 +73,6 @@ def _half(work: range) -> str:
 
 
 def _line(task: str, form: str, records: Mapping[int, Record], splits: Sequence[str]) -> list[str]:
-    if not records:
-        n = len(_headings(task, splits)) + 2
-        return [f"`{form}`", FORMS[form].what, f"not run ({len(SEEDS)} planned)", *["–"] * n]
     hard: list[Callable[[Record], float]] = [lambda record: hard_accuracy(record, "val")]
     if TASKS[task].variant("train").work:
         hard.append(lambda record: accuracy(record, "val"))

@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from thoughtbubbles.recipes.reproduce.compare_rows import error_over_windows, plus_minus, signed
+from thoughtbubbles.recipes.reproduce.compare_rows import error_over_windows
 from thoughtbubbles.recipes.reproduce.parts import PLAIN
 from thoughtbubbles.recipes.reproduce.study import Record
 from thoughtbubbles.recipes.reproduce.tables import NONE_YET, markdown
 from thoughtbubbles.recipes.reproduce.two_stage.protocol import ROWS
 from thoughtbubbles.recipes.reproduce.two_stage.records import STAGES, percent, read_two_stage, streams
+from thoughtbubbles.written import plus_minus, signed
 
 HEADINGS = (
     "row",

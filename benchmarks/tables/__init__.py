@@ -1,0 +1,1 @@
+"""Tables of the docs, by subject; benchmarks/table.py puts them into their pages."""
