@@ -1,9 +1,14 @@
 """Shared code of the tests: small models, calls of the oracle, and every tolerance."""
 
+import json
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +40,19 @@ BFLOAT16_GRADIENT = 3e-2  # of a gradient that also went through bfloat16 output
 def scores_only(key_bias: Tensor | None = None, value_gate: Tensor | None = None, gate: Tensor | None = None) -> Layout:
     """For attention paths, which get q and k already rotated."""
     return Layout(rotary(torch.zeros(1, 1), 2), key_bias, value_gate, gate)
+
+
+def run_probe(module: str, *words: object, interpreted: bool = False) -> Any:
+    """What a module of tests prints as JSON, in a process of its own, so without the run-time checks of shapes.
+
+    `interpreted`: with kernels on the CPU, through Triton's interpreter, which is chosen when Triton is imported.
+    """
+    through = ["kernels.interpreted"] if interpreted else []
+    command = [sys.executable, "-m", *through, module, *map(str, words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"TRITON_INTERPRET": "1"} if interpreted else {})}
+    run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout or "null")
 
 
 def named(name: str, **changes: Any) -> ModelConfig:

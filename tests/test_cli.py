@@ -59,6 +59,16 @@ def test_a_reader_who_has_stopped(arguments, options):
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_without_standard_output():
+    """As with `>&-`: nothing is shown, and a mistake is still one line."""
+    for words, code, said in (("--version", 0, ""), ("inspect nothing-here", 1, "thoughtbubbles inspect: ")):
+        command = f"exec '{sys.executable}' -m thoughtbubbles {words} >&-"
+        done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
+        assert done.returncode == code
+        assert done.stderr.startswith(said)
+        assert len(done.stderr.splitlines()) == code
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -2,6 +2,7 @@
 
 from tables.records import records
 
+GPU = "NVIDIA H200"  # of the speeds in the README
 CARD = "src/thoughtbubbles/assets/bubbles-7m/README.md"
 
 
@@ -15,9 +16,14 @@ PAPER = [  # what, plain GPT and r = 2: the paper's tables on scaling, scale-up 
 
 def readme_table() -> str:
     """Ours and the paper's side by side."""
-    (speed,) = (record for record in records("train_step") if "H200" in record["machine"])
+    found = {record["machine"]: record for record in records("train_step")}
+    if GPU not in found:
+        raise ValueError(
+            f"benchmarks/results has no times of training steps on {GPU}: run benchmarks/train_step.py there"
+        )
+    speed = found[GPU]
+    gpu = GPU.removeprefix("NVIDIA ")
     passes = {case["name"]: case["forward_backward"]["milliseconds"] for case in speed["cases"] if "step" in case}
-    gpu = speed["machine"].removeprefix("NVIDIA ")
     return "\n".join(
         [
             "| | | plain GPT | forks by learned scores (r = 2) |",

@@ -246,13 +246,21 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         sys.exit(f"thoughtbubbles: no verb {name!r}; choose from: {', '.join(VERBS)} (thoughtbubbles --help)")
 
 
+def _flush() -> None:
+    if sys.stdout is not None:  # as with `>&-`
+        sys.stdout.flush()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
     try:
         try:
             _run(name, rest)
-        finally:
-            sys.stdout.flush()  # here, so that a reader who has stopped is met below
+        except SystemExit as end:  # of --help
+            if not end.code:
+                _flush()
+            raise
+        _flush()  # here, so that a reader who has stopped is met below
     except ValueError as error:  # invalid input: the message says what and where
         sys.exit(f"thoughtbubbles {name}: {error}")
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -107,6 +108,15 @@ def test_a_download_that_fails_says_what_to_do_and_leaves_nothing(repositories, 
     assert last.startswith(f"ValueError: gsm8k.test: {tmp_path / 'nothing here'} cannot be read from Hugging Face (")
     assert last.endswith("run the same command again, which goes on with what is missing")
     assert [path.name for path in (tmp_path / "eval").iterdir()] == ["lambada_openai.test.jsonl.gz"]
+
+
+def test_a_line_that_has_changed_is_no_trouble_of_the_network(repositories, tmp_path):
+    rows = Path(repositories["arc_easy.test"]) / "ARC-Easy.jsonl"
+    rows.write_text(rows.read_text().replace('"answerKey": "2"', '"answerKey": "9"'))
+    done = run(repositories, ("arc_easy",), tmp_path / "eval", tmp_path)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"ValueError: arc_easy.test: line 2 of {repositories['arc_easy.test']} is not what it was")
+    assert not list((tmp_path / "eval").iterdir())
 
 
 def test_names_of_benchmarks_and_of_files():

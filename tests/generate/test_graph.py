@@ -1,10 +1,6 @@
 """Steps of fixed width, their kernels, and their CUDA graph."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +8,16 @@ import pytest
 import torch
 
 from generate.reading import assert_same_state
-from helpers import BFLOAT16, FLOAT16, SAME_FUNCTION_FLOAT32, SAME_ROW, lively_model, random_ids, small_config
+from helpers import (
+    BFLOAT16,
+    FLOAT16,
+    SAME_FUNCTION_FLOAT32,
+    SAME_ROW,
+    lively_model,
+    random_ids,
+    run_probe,
+    small_config,
+)
 from thoughtbubbles.generate.decode import decode_step, prefill
 from thoughtbubbles.generate.graph import mean_streams, packed_sizes, widths_within
 from thoughtbubbles.generate.step import advance
@@ -96,16 +101,6 @@ def test_steps_of_fixed_width_are_the_same_steps(forks, form):
         assert_same_state(fixed, row, free, row, reach=config.fork_reach)
 
 
-def probe(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
-    """In a separate process, without the run-time checks of shapes, which the compiler cannot follow."""
-    command = [sys.executable, str(TESTS / script), *arguments]
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
-
-
 def is_same(found: dict[str, Any]) -> bool:
     """All differences that were measured are small; one that is not a number is not."""
     gaps = [gap for name, gap in found.items() if name != "same_streams"]
@@ -115,7 +110,7 @@ def is_same(found: dict[str, Any]) -> bool:
 @pytest.mark.slow  # compiles for a minute
 @pytest.mark.parametrize("case", ["parts", "private parts", "feedback parts", "near parts", "parts without scores"])
 def test_the_compiled_parts_are_the_same_and_compile_once(case):
-    found = probe("generate/graph_probe.py", case)
+    found = run_probe("generate.graph_probe", case)
     assert found["logits"] < SAME_FUNCTION_FLOAT32
     assert found["same_streams"]
     assert found["graphs"][0] > 0
@@ -125,8 +120,7 @@ def test_the_compiled_parts_are_the_same_and_compile_once(case):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.slow  # the interpreter takes a minute for a few steps
 def test_kernels_give_what_the_blocks_give():
-    """On the CPU, through Triton's interpreter, in a separate process, since that is chosen at import."""
-    cases = probe("kernels/decode_probe.py", TRITON_INTERPRET="1")
+    cases = run_probe("kernels.decode_probe", interpreted=True)
     assert len(cases) == 20
     assert not [case for case, found in cases.items() if not is_same(found)], cases
 
@@ -134,7 +128,7 @@ def test_kernels_give_what_the_blocks_give():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.slow
 def test_the_kernel_of_chunks_gives_what_rows_one_by_one_give():
-    cases = probe("kernels/chunk_probe.py", TRITON_INTERPRET="1")
+    cases = run_probe("kernels.chunk_probe", interpreted=True)
     assert len(cases) == 8
     assert not [case for case, found in cases.items() if not is_same(found)], cases
 
@@ -144,7 +138,7 @@ def test_the_kernel_of_chunks_gives_what_rows_one_by_one_give():
 @pytest.mark.parametrize("rows", ["few", "many", "private", "feedback", "near"])
 def test_an_engine_on_kernels_gives_what_one_without_them_gives(rows):
     """Also where the streams of a step have no room, and it is repeated with more."""
-    found = probe("kernels/engine_probe.py", rows, TRITON_INTERPRET="1")
+    found = run_probe("kernels.engine_probe", rows, interpreted=True)
     assert all(found["same"])
     assert found["log_prob"] < SAME_FUNCTION_FLOAT32
     assert found["repeated"] > 0
@@ -154,7 +148,7 @@ def test_an_engine_on_kernels_gives_what_one_without_them_gives(rows):
 @needs_gpu
 def test_a_graph_on_the_gpu_follows_the_plain_steps():
     """In bfloat16 decisions can differ; where they do not, logits agree as bfloat16 does."""
-    for case, found in probe("generate/graph_probe.py", "graph").items():
+    for case, found in run_probe("generate.graph_probe", "graph").items():
         assert found["error"] < 3 * BFLOAT16, case
         assert found["same_streams"] > 0.8, case
         assert found["same_tokens"], case
@@ -171,7 +165,7 @@ def test_compiled_generation_is_generation(check, rounding):
 
     A decision now and then falls on the other side: in float16 less often, so errors of a kernel show more clearly.
     """
-    found = probe("generate/graph_probe.py", check)
+    found = run_probe("generate.graph_probe", check)
     assert found["again_the_same"]
     assert found["lengths"] == found["asked"]
     assert found["with_other_streams"] < 0.2

@@ -1,6 +1,6 @@
 """Optimizer steps over tensors of awkward sizes, by kernel or by torch.
 
-Run in a separate process with TRITON_INTERPRET=1: the kernel on the CPU against torch.optim in float64, as JSON.
+Run by kernels/interpreted.py: the kernel on the CPU against torch.optim in float64, as JSON.
 """
 
 import json

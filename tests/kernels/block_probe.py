@@ -1,4 +1,4 @@
-"""The kernels of a block on the CPU, against float64: `TRITON_INTERPRET=1 python -m kernels.block_probe [PART PARTS]`.
+"""The kernels of a block on the CPU, against float64. Run by kernels/interpreted.py, with words [PART PARTS].
 
 With PART of PARTS, every PARTS-th case from PART on. Prints one JSON object: for each case the errors of outputs and
 gradients by name (relative to the norm of what they should be), and facts that must be true. New memory is NaN, and
@@ -491,9 +491,6 @@ def cases() -> dict[str, Callable[[], Found]]:
 
 
 if __name__ == "__main__":
-    from kernels.interpreted import prepare_interpreter
-
-    prepare_interpreter()
     torch.use_deterministic_algorithms(True)  # which fills every new buffer with NaN: none is right by luck
     assert torch.empty(1).isnan().all()
     assert torch.ones(1).new_empty(1).isnan().all()

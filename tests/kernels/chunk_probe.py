@@ -1,4 +1,4 @@
-"""Run in a separate process with TRITON_INTERPRET=1: attention of chunks, on the CPU, against the path without kernels.
+"""Run by kernels/interpreted.py: attention of chunks, on the CPU, against the path without kernels.
 
 Prints one JSON object: for each case the largest difference of logits, and whether the streams agree.
 """

@@ -1,4 +1,4 @@
-"""Run in a separate process with TRITON_INTERPRET=1: the kernels of a decoding step, on the CPU, against `Block`.
+"""Run by kernels/interpreted.py: the kernels of a decoding step, on the CPU, against `Block`.
 
 Prints one JSON object: for each case the largest difference of a step's logits, of what is cached, and whether the
 streams agree.

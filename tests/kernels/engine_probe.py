@@ -1,4 +1,4 @@
-"""Run in a separate process with TRITON_INTERPRET=1: an engine on the kernels, on the CPU, against one without them.
+"""Run by kernels/interpreted.py: an engine on the kernels, on the CPU, against one without them.
 
 The margin of its graphs is so small that steps have to be repeated. Prints one JSON object.
 """

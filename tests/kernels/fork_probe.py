@@ -1,4 +1,4 @@
-"""Run in a separate process with TRITON_INTERPRET=1: the fork layer's kernels, on the CPU, against their references.
+"""Run by kernels/interpreted.py: the fork layer's kernels, on the CPU, against their references.
 
 Rows of bubbles of all sizes, padded, with ties and with runs of one level; odd numbers of candidates, below and above
 the kernels' tiles. The tiles are made small, so that a bubble can be longer than one. Prints one JSON object: how many
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.interpreted import prepare_interpreter
 from thoughtbubbles.kernels import fork as kernels
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.selection import Rule, candidate_keys, candidate_levels, pack, ranks
@@ -73,7 +72,6 @@ def differing(seed: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    prepare_interpreter()
     torch.empty = poisoned(torch.empty)
     torch.Tensor.new_empty = poisoned(torch.Tensor.new_empty)  # type: ignore[method-assign]
     found = {seed: differing(seed) for seed in range(int(sys.argv[1]))}

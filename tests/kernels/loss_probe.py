@@ -1,4 +1,4 @@
-"""Run in a separate process with TRITON_INTERPRET=1: the kernel of the loss, on the CPU, against float64 formulas.
+"""Run by kernels/interpreted.py: the kernel of the loss, on the CPU, against float64 formulas.
 
 `kernel`: prints the largest errors of one pass over random rows, all outputs being NaN before, as one JSON object.
 `mean`: the largest relative difference of loss and gradients between the full path by kernel and the reference.

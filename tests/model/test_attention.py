@@ -4,18 +4,22 @@ Our own kernels for a block (attention, GELU) run here in Triton's interpreter; 
 """
 
 import importlib.util
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from helpers import BFLOAT16, SAME_FUNCTION, SAME_FUNCTION_FLOAT32, lively_model, random_ids, scores_only, small_config
+from helpers import (
+    BFLOAT16,
+    SAME_FUNCTION,
+    SAME_FUNCTION_FLOAT32,
+    lively_model,
+    random_ids,
+    run_probe,
+    scores_only,
+    small_config,
+)
 from thoughtbubbles.model.attention import Attention, attention_weights, fused_attention, reference_attention
 from thoughtbubbles.model.layout import Layout, attenuation
 from thoughtbubbles.model.rope import rotary
@@ -158,14 +162,10 @@ def test_full_models_agree_in_float32(selection, head_gate):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("part", range(4))
 def test_the_kernels_of_a_block(part):
-    """On the CPU, through Triton's interpreter, in a separate process, since that is chosen at import."""
-    command = [sys.executable, "-m", "kernels.block_probe", str(part), "4"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert len(json.loads(run.stdout)) > 20
+    cases = run_probe("kernels.block_probe", part, 4, interpreted=True)
+    assert len(cases) > 20
     wrong = {}
-    for case, found in json.loads(run.stdout).items():
+    for case, found in cases.items():
         for name, value in found.items():
             bound = GELU_ABSOLUTE if name.endswith("absolute") else SAME_FUNCTION_FLOAT32
             if not (value if isinstance(value, bool) else value < bound):

@@ -1,19 +1,11 @@
 """torch.compile: the full model in one graph, the same numbers as without it, and no new graph at the next step."""
 
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-
-def run_probe(check: str) -> None:
-    command = [sys.executable, "-m", "model.compile_probe", check]
-    run = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-
+from helpers import run_probe
 
 has_compiler = shutil.which("g++") is not None or shutil.which("clang++") is not None
 
@@ -21,23 +13,23 @@ has_compiler = shutil.which("g++") is not None or shutil.which("clang++") is not
 @pytest.mark.slow
 @pytest.mark.parametrize("check", ["one graph of the gate", "every way to call", "autocast", "no new graph"])
 def test_compile(check):
-    run_probe(check)
+    run_probe("model.compile_probe", check)
 
 
 @pytest.mark.slow
 def test_compiled_models_give_the_same_numbers():
     """Generated code is one graph too."""
-    run_probe("generated code" if has_compiler else "one graph")
+    run_probe("model.compile_probe", "generated code" if has_compiler else "one graph")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler, reason="generated code needs a C++ compiler")
 def test_compile_low_scores():
-    run_probe("low scores in bfloat16")
+    run_probe("model.compile_probe", "low scores in bfloat16")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("check", ["generated code on a GPU", "low scores in bfloat16 on a GPU"])
 def test_compile_on_a_gpu(check):
-    run_probe(check)
+    run_probe("model.compile_probe", check)

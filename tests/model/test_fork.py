@@ -1,20 +1,15 @@
 """The fork layer: order, parentage, scores, gradients, and what each budget must keep or drop."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import SAME_FUNCTION, lively_model, random_ids, small_config
+from helpers import SAME_FUNCTION, lively_model, random_ids, run_probe, small_config
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.fork import FLOOR, ForkLayer
 from thoughtbubbles.model.selection import Rule, candidate_keys, candidate_levels, pack
@@ -207,14 +202,7 @@ def test_gradients_of_padded_rows_against_differences():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.slow
 def test_kernels_count_and_pack_as_the_reference_does():
-    """On the CPU, through Triton's interpreter, in a separate process, since that is chosen at import."""
-    tests = Path(__file__).parents[1]
-    paths = [str(tests), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, str(tests / "kernels" / "fork_probe.py"), "20"]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout) == {"cases": 20, "wrong": {}}
+    assert run_probe("kernels.fork_probe", 20, interpreted=True) == {"cases": 20, "wrong": {}}
 
 
 @pytest.mark.gpu

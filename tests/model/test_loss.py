@@ -1,12 +1,10 @@
 """The chunked losses against the dense form: every chunk size, any upstream gradient, and the memory they need."""
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import BFLOAT16, SAME_FUNCTION, SAME_FUNCTION_FLOAT32
+from helpers import BFLOAT16, SAME_FUNCTION, SAME_FUNCTION_FLOAT32, run_probe
 from thoughtbubbles.model import chunked_loss, head
 from thoughtbubbles.model.loss import IGNORED, mean_loss, row_log_prob
 
@@ -256,22 +254,13 @@ def test_memory(form, bubbles, low, high):
     assert low < int(run.stdout) < high
 
 
-def probe(case: str) -> dict[str, Any]:
-    """On the CPU, through Triton's interpreter, in a separate process, since that is chosen at import."""
-    script = Path(__file__).parents[1] / "kernels" / "loss_probe.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, str(script), case], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
-
-
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @needs_triton
 @pytest.mark.slow  # the interpreter takes about ten seconds
 def test_the_kernel_against_float64():
-    for case, found in probe("kernel").items():
+    for case, found in run_probe("kernels.loss_probe", "kernel", interpreted=True).items():
         assert found["finite"], case
         assert found["nll"] < SAME_FUNCTION_FLOAT32, case
         assert found["score"] < SAME_FUNCTION_FLOAT32, case
@@ -283,7 +272,7 @@ def test_the_kernel_against_float64():
 @needs_triton
 @pytest.mark.slow
 def test_chunks_by_kernel_are_the_reference_chunks():
-    for case, found in probe("mean").items():
+    for case, found in run_probe("kernels.loss_probe", "mean", interpreted=True).items():
         assert found["difference"] < (BFLOAT16 if found["is_rounded"] else SAME_FUNCTION_FLOAT32), case
         assert found["same_bits"], case
         assert found["same_without_gradients"], case
@@ -291,7 +280,7 @@ def test_chunks_by_kernel_are_the_reference_chunks():
 
 @needs_triton
 def test_the_kernel_never_takes_a_wrong_target_for_another():
-    assert all(probe("no such target").values())
+    assert all(run_probe("kernels.loss_probe", "no such target", interpreted=True).values())
 
 
 @pytest.mark.parametrize(

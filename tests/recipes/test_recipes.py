@@ -139,6 +139,12 @@ def test_a_dry_run_has_rows_for_every_rank(ranks, monkeypatch, tmp_path):
     assert small.steps == 1
 
 
+def test_a_dry_run_of_a_run_whose_forks_begin_late_tries_a_step_with_forks(tmp_path):
+    late = replace(recipe("tiny"), forks_from=0.75, budgets=(1.0, 2.0))
+    assert late.budget_of(0) == 1
+    assert reduced(late, tmp_path).budget_of(0) is None
+
+
 def test_an_unknown_recipe():
     with pytest.raises(ValueError, match=r"did you mean .*150m-causal"):
         recipe("150m-casual")

@@ -9,6 +9,7 @@ import pytest
 from runs import assert_same_bits, small_run
 from safetensors.torch import load_file
 
+from thoughtbubbles.checkpoint import load
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.train.config import RunConfig, differences
 from thoughtbubbles.train.fields import from_record
@@ -137,6 +138,14 @@ def test_without_scores_budgets_of_1_are_the_plain_model(tmp_path):
         shutil.rmtree(resumed.out / f"step-{n:08}")
     train(resumed, resume=True)
     assert_same_bits(resumed.out / "step-00000008", run.out / "step-00000008")
+
+
+def test_a_checkpoint_from_before_the_forks_is_one_of_the_whole_model(tmp_path):
+    """It is written while validation runs, and the model is plain for that."""
+    run = small_run(tmp_path / "run", forks_from=0.75, save_every=1, save_keep=9, eval_every=1, **FED)
+    train(run)
+    for step in range(1, run.steps + 1):
+        assert load(run.out / f"step-{step:08}").config == run.model, step
 
 
 def test_a_longer_run_does_not_take_back_its_forks(tmp_path):

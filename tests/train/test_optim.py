@@ -1,16 +1,20 @@
 """The optimizer's step equals torch's AdamW and Muon with clipping, up to rounding."""
 
 import importlib.util
-import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from helpers import BFLOAT16, SAME_FUNCTION, SAME_FUNCTION_FLOAT32, lively_model, no_waiting_for_the_gpu, small_config
+from helpers import (
+    BFLOAT16,
+    SAME_FUNCTION,
+    SAME_FUNCTION_FLOAT32,
+    lively_model,
+    no_waiting_for_the_gpu,
+    run_probe,
+    small_config,
+)
 from kernels import adamw_probe
 from thoughtbubbles.train import muon
 from thoughtbubbles.train.config import OptimConfig
@@ -177,14 +181,11 @@ def test_state_has_the_names_of_checkpoints():
     params=[pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=ON_GPU)],  # a quarter of a minute
 )
 def by_kernel(request):
-    """Output of the kernel; on the CPU through Triton's interpreter, chosen at import and so in another process."""
+    """Output of the kernel."""
     device = request.param
     if device == "cuda":
         return {"differences": adamw_probe.differences(device), "bits": adamw_probe.bits(device)}
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, adamw_probe.__file__], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    return run_probe("kernels.adamw_probe", interpreted=True)
 
 
 @needs_triton

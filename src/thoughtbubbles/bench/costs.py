@@ -33,8 +33,7 @@ def inspect_model(
         raise ValueError(f"--tokens {brief(tokens)}: a row of {model} has from 1 to {base.block_size} tokens")
     if not 1 <= rows <= MOST_ROWS:
         raise ValueError(f"--rows {brief(rows)}: a batch has from 1 to {MOST_ROWS:,} rows")
-    no_forks = replace(base, fork_layers=(), merge="original", fork_reach=None, feedback=False)
-    no_forks = replace(no_forks, scores=True, score_bias=None)
+    no_forks = base.without_forks()
     plain = replace(no_forks, copies=1, authors_compat=False, head_gate=False)
     if copies is None:
         copies = (3, 5) if is_size else (base.copies,) * (base.copies > 1)

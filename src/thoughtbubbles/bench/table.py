@@ -74,6 +74,8 @@ def list_cases() -> None:
     print("\nform")
     for name, config in forms("150m").items():
         bubbles = f"{config.selection} selection, {config.merge} merge, {config.budget:g} streams per token"
+        if config.fork_reach == 0:
+            bubbles += ", forks seen by their own bubble alone"
         words = {
             "plain": "no forks",
             "plain-double": "no forks, rows twice as long",

@@ -107,12 +107,22 @@ def download(names: tyro.conf.Positional[tuple[str, ...]] = (), /, *, out: Path)
 
 def lines_of(file: str) -> Iterator[Line]:
     hub = FILES[file]
+    for number, line in enumerate(lines_on(hub, file), 1):
+        try:
+            yield dict(hub.line(line))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{file}: line {number} of {hub.repository} is not what it was when this command was written "
+                f"({type(error).__name__}: {one_line(error)})"
+            ) from error
+
+
+def lines_on(hub: Hub, file: str) -> Iterator[Line]:
     datasets = extra("datasets", f"to download {hub.repository} from Hugging Face")
     try:
         configs = datasets.get_dataset_config_names(hub.repository) if hub.config == ALL else [hub.config]
         for config in configs:
-            for line in datasets.load_dataset(hub.repository, config, split=hub.split):
-                yield dict(hub.line(line))
+            yield from datasets.load_dataset(hub.repository, config, split=hub.split)
     except Exception as error:  # the network and the libraries under `datasets` can raise anything
         raise ValueError(
             f"{file}: {hub.repository} cannot be read from Hugging Face ({type(error).__name__}: {one_line(error)}): "

@@ -28,6 +28,12 @@ FIXED_BUDGET = "a fixed budget applies to the full context, so it"  # …: the b
 
 REMOVED = {"second_pass": None}  # fields that there are no more, and their only value that a saved model may have
 
+# Fields that mean nothing without forks; so do `fork_layers` and `merge`, which have another value then.
+ABOUT_FORKS = (
+    *("budget", "budget_mode", "selection", "fork_reach", "feedback", "gate_qk", "gate_v", "gate_residual"),
+    *("score_scale", "scores", "own_scores", "relative_scores", "score_noise", "score_bias"),
+)
+
 
 class Form(NamedTuple):
     """The details in which the authors' code and ours differ."""
@@ -298,16 +304,9 @@ class ModelConfig:
             )
 
     def without_forks(self) -> "ModelConfig":
-        """The plain model with the same blocks."""
-        return replace(
-            self,
-            fork_layers=(),
-            merge="original",
-            fork_reach=None,
-            feedback=False,
-            scores=True,
-            budget=ModelConfig.budget,
-        )
+        """The plain model with the same blocks; all that is about forks has its default."""
+        default = {name: getattr(ModelConfig, name) for name in ABOUT_FORKS}
+        return replace(self, **default, fork_layers=(), merge="original")
 
     @classmethod
     def named(cls, name: str) -> "ModelConfig":

@@ -1,6 +1,6 @@
 """Whole runs as Python functions that return a RunConfig. `thoughtbubbles train --list` shows them all.
 
-A recipe is named after its model. The corpus is an option of the run:
+A recipe begins with the name of its model. The corpus is an option of the run:
 
     thoughtbubbles train 150m-causal --data.mixture data/pes2o --out runs/150m-causal-pes2o
 """

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -52,10 +52,9 @@ LINE_SECONDS = 5.0  # between lines of progress, if the output is not a terminal
 
 
 def demo(name: str) -> RunConfig:
-    plain = replace(BUBBLES, fork_layers=(), merge="original")
     return RunConfig(
         name=name,
-        model=plain if name == "demo-plain" else BUBBLES,
+        model=BUBBLES.without_forks() if name == "demo-plain" else BUBBLES,
         tokens=330 * 8 * 128,
         tokens_per_step=8 * 128,
         data=DataConfig(mixture=("stdlib",)),

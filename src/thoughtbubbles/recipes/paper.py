@@ -1,5 +1,5 @@
-"""The paper's runs, with its own selection rule (`-paper`) and with causal selection (`-causal`). And the form of model
-that we recommend, in the same runs. A recipe has the name of its model (`ModelConfig.named`).
+"""The paper's runs, with causal selection (`-causal`); the scaling suite also with the paper's own rule (`-paper`). And
+the form of model that we recommend, in the same runs. A recipe begins with the name of its model (`ModelConfig.named`).
 
 Scaling suite (its topology table): 150m, 319m and 772m, each as plain GPT, copy-3, copy-5 and with r = 2 and r = 4
 (`-r4`) streams per token, on OpenWebText (`--data.mixture data/pes2o`: on peS2o): 64 × 512 tokens per step, 2.5B

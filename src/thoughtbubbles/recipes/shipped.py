@@ -9,7 +9,6 @@ The width is what fits into 16 MB in bfloat16 with twelve layers and the vocabul
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 from thoughtbubbles.files import SHIPPED
@@ -26,7 +25,7 @@ FORMS = {
 
 
 def shipped(form: str = "") -> RunConfig:
-    models = {"": MODEL, "-plain": replace(MODEL, fork_layers=(), merge="original")}
+    models = {"": MODEL, "-plain": MODEL.without_forks()}
     return RunConfig(
         name=f"{SHIPPED}{form}",
         model=models[form],

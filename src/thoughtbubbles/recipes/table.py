@@ -58,7 +58,10 @@ def _short(n: int | float) -> str:
 
 
 def reduced(config: RunConfig, out: Path) -> RunConfig:
-    """The same run in small: its shape, rule, merge, schedule and optimizer, at a small width, on synthetic text."""
+    """The same run in small: its shape, rule, merge, schedule and optimizer, at a small width, on synthetic text.
+
+    With the model's own budget, and forks from the start: the one step does what the last ones of the run do.
+    """
     model = config.model
     n_layer = min(model.n_layer, (max(model.fork_layers) + 1) if model.fork_layers else 4)
     rows = 4 * int(os.environ.get("WORLD_SIZE", 1))
@@ -68,6 +71,8 @@ def reduced(config: RunConfig, out: Path) -> RunConfig:
         model=small,
         tokens=rows * 16,
         tokens_per_step=rows * 16,
+        forks_from=0.0,
+        budgets=(),
         data=DataConfig(mixture=("synthetic",)),
         compute=ComputeConfig(
             precision=config.compute.precision,

@@ -40,7 +40,7 @@ from thoughtbubbles.files import (
     write_json,
     write_manifest,
 )
-from thoughtbubbles.model.config import is_number, is_whole
+from thoughtbubbles.model.config import ModelConfig, is_number, is_whole
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.fields import LARGEST
 from thoughtbubbles.train.optim import Optimizer
@@ -54,8 +54,9 @@ class SaveError(Exception):
 
 
 class Staged(NamedTuple):
-    """A copy of everything in a checkpoint, in host memory."""
+    """A copy of everything in a checkpoint, in host memory: training goes on while it is written."""
 
+    config: ModelConfig  # `model.config` may be that of a plain model for a step
     weights: dict[str, Tensor]  # full tensors, on the first rank only
     optimizer: dict[str, Tensor]  # this rank's shards
     facts: dict[str, Any]
@@ -70,7 +71,7 @@ class Checkpoints:
         """Starts to write the checkpoint of `facts["step"]`; the one before it must be finished."""
         assert self._pending is None, "finish() comes before the next save()"
         staged = _stage(model, optimizer, facts, self.world)
-        self._pending = Background(lambda: self._write(model, staged))
+        self._pending = Background(lambda: self._write(staged))
 
     @property
     def is_written(self) -> bool:
@@ -88,13 +89,13 @@ class Checkpoints:
         if pending is not None:
             pending.finish()
 
-    def _write(self, model: Thoughtbubbles, staged: Staged) -> None:
+    def _write(self, staged: Staged) -> None:
         folder = self.run / folder_name(staged.facts["step"])
         partial = folder.with_name(f".{folder.name}.partial")
 
         def begin() -> None:
             partial_folder(folder)
-            write_model(partial / "model", model.config, staged.weights, tokenizer=self.tokenizer)
+            write_model(partial / "model", staged.config, staged.weights, tokenizer=self.tokenizer)
             write_json(partial / STATE, staged.facts)
             (partial / "optimizer").mkdir()
 
@@ -265,7 +266,8 @@ def _stage(model: Thoughtbubbles, optimizer: Optimizer, facts: dict[str, Any], w
         full = whole(tensor.detach())
         if world.is_first:
             weights[name] = full.to("cpu", copy=True)
-    return Staged(weights, {name: _host_copy(tensor) for name, tensor in optimizer.tensors().items()}, facts)
+    own = {name: _host_copy(tensor) for name, tensor in optimizer.tensors().items()}
+    return Staged(model.config, weights, own, facts)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from thoughtbubbles.recipes.reproduce.parts import PLAIN
 from thoughtbubbles.recipes.reproduce.records import Results, nats
 from thoughtbubbles.recipes.reproduce.study import Record
@@ -94,23 +96,21 @@ def difference(results: Results, row: str, other: str) -> Difference | None:
 def variation_between_seeds(results: Results) -> tuple[float, int] | None:
     """The standard deviation between seeds of the difference of two rows, and its degrees of freedom.
 
-    From the rows with several seeds, whatever a row or a seed has in common taken out (a two-way analysis of variance):
-    sqrt(2 · Σ_rs (x_rs − x_r − x_s + x)² / ((R − 1) (S − 1))), x_r, x_s, x being means. None without two such rows.
+    From what is left of the losses when each row and each seed may have a level of its own: x_rs = a_r + b_s + e_rs by
+    least squares, and sqrt(2 · Σ e² / degrees). (A two-way analysis of variance; not all rows need all seeds, and those
+    with one seed tell nothing.) None if nothing is left to tell it from.
     """
-    several = [seeds for seeds in results.rows.values() if len(seeds) > 1]
-    common = sorted(set.intersection(*map(set, several))) if several else []
-    if len(several) < 2 or len(common) < 2:
+    found = [(row, seed, nats(record)) for row, seeds in results.rows.items() for seed, record in seeds.items()]
+    levels = {level: i for i, level in enumerate(dict.fromkeys(each for row, seed, _ in found for each in (row, seed)))}
+    design = np.zeros((len(found), len(levels)))
+    for i, (row, seed, _) in enumerate(found):
+        design[i, [levels[row], levels[seed]]] = 1
+    losses = np.array([loss for *_, loss in found])
+    degrees = len(found) - int(np.linalg.matrix_rank(design)) if found else 0
+    if degrees < 1:
         return None
-    losses = [[nats(seeds[seed]) for seed in common] for seeds in several]
-    of_row, of_seed = (
-        [statistics.fmean(row) for row in losses],
-        [statistics.fmean(at) for at in zip(*losses, strict=True)],
-    )
-    mean, degrees = statistics.fmean(of_row), (len(several) - 1) * (len(common) - 1)
-    squares = sum(
-        (loss - of_row[r] - of_seed[s] + mean) ** 2 for r, row in enumerate(losses) for s, loss in enumerate(row)
-    )
-    return math.sqrt(2 * squares / degrees), degrees
+    left = losses - design @ np.linalg.lstsq(design, losses, rcond=None)[0]
+    return math.sqrt(2 * float(left @ left) / degrees), degrees
 
 
 def level(results: Results, row: str, other: str, seed: int) -> float:
@@ -184,7 +184,7 @@ def autoregressive_gap(results: Results, row: str, name: str = "autoregressive -
 def curve_of(record: Record) -> dict[int, float]:
     """Validation loss during training, by training tokens, without an evaluation just before that at the end.
 
-    If forks begin late, it begins with them: until then the row is `r1`.
+    If forks begin late, it begins with them: until then the model is its control without forks.
     """
     per_step, (*points, last) = record["config"]["tokens_per_step"], record["curve"]
     between = points[0][0] if points else 0

@@ -1,7 +1,7 @@
-"""Answers at equal cost, as tables: rows with forks against plain models of another size or length.
+"""Answers at equal cost, as tables: rows with forks against plain models, with a gate, of another size or length.
 
-A verdict is about the best of these at about the same cost; models of the same size are another question than larger
-ones, whose weights need more memory.
+A verdict is about the best of these at about the same cost; a cheaper one counts too, unless it is measurably worse.
+Models of the same size are another question than larger ones, whose weights need more memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ LARGEST = 1.01  # times the parameters: a score head or a gate is no other size
 BATCHES = ("1", "32")  # sizes at which decoding is measured
 
 
-def without_forks(results: Results, against: str = "") -> list[str]:
-    """Plain GPTs of another size or length; also with a gate per head, if the row that they are set against has one."""
-    special = {"fork_layers", "copies", "block", *(() if against == PRESET else ("head_gate",))}
+def plain_rows(results: Results) -> list[str]:
+    """Plain GPTs with a gate per head, or of another size or length."""
+    special = {"fork_layers", "copies", "block"}
     known = results.protocol.rows.items()
     return [other for other, settings in known if other != PLAIN and not special & set(settings.model)]
 
@@ -33,7 +33,7 @@ def equal_cost(evidence: Evidence, value: Value, what: str) -> str:
     for row in ROWS:
         for name in PROTOCOLS:
             results = evidence.results[name]
-            known = without_forks(results, row)
+            known = plain_rows(results)
             rivals = [rival for rival in (PLAIN, *known) if difference(results, row, rival)]
             if set(rivals) <= {PLAIN}:
                 notes.append(f"`{row}` in `{name}`: {needs(results, (PLAIN, row, *known))}")
@@ -48,7 +48,11 @@ def equal_cost(evidence: Evidence, value: Value, what: str) -> str:
     headings = ("row", "protocol", "against", *costs, "the row's loss minus its loss")
     table = [markdown(headings, lines)] if lines else []
     return "\n\n".join(
-        [*as_list(verdicts, f"from {1 / ABOUT:g} to {ABOUT:g} × the {what}"), *table, *dict.fromkeys(notes)]
+        [
+            *as_list(verdicts, f"from {1 / ABOUT:g} to {ABOUT:g} × the {what}, or less without being measurably worse"),
+            *table,
+            *dict.fromkeys(notes),
+        ]
     )
 
 
@@ -65,7 +69,7 @@ def equal_latency(evidence: Evidence) -> str:
     for row in ROWS:
         for batch in BATCHES:
             times = {each: at[batch]["milliseconds"] for each, at in decode["rows"].items() if batch in at}
-            known = (PLAIN, *without_forks(results, row))
+            known = (PLAIN, *plain_rows(results))
             rivals = [rival for rival in known if rival in times and difference(results, row, rival)]
             if row not in times or not rivals:
                 continue
@@ -79,7 +83,8 @@ def equal_latency(evidence: Evidence) -> str:
                 for rival in rivals
             ]
     if not lines:
-        return f"Not measured yet: needs decoding times and records of {PLAIN} and r2."
+        rows = " or ".join(f"`{row}`" for row in ROWS)
+        return f"Not measured yet: needs decoding times and records of `{PLAIN}` and of {rows}."
     headings = ("row", "batch size", "time per token", "against", "its time per token", "the row's loss minus its loss")
     first = as_list(verdicts, f"at most {NOT_SLOWER:g} × the time")
     return "\n\n".join([*first, markdown(headings, lines), f"Device: {decode['device']}."])
@@ -89,17 +94,27 @@ def as_list(verdicts: Sequence[str], allowed: str) -> list[str]:
     """Paragraphs; none without a verdict."""
     if not verdicts:
         return []
-    return [f"Against the best plain model that takes {allowed}:", "\n".join(f"- {each}" for each in verdicts)]
+    return [
+        f"Against the best plain model, with a gate per head or without, that takes {allowed}:",
+        "\n".join(f"- {each}" for each in verdicts),
+    ]
 
 
 def verdicts_by_size(
     results: Results, row: str, ratios: Mapping[str, float], allowed: tuple[float, float], where: str
 ) -> list[str]:
-    """Against the best rival of each size. `ratios`: the cost of each rival over that of the row."""
+    """Against the best rival of each size. `ratios`: the cost of each rival over that of the row.
+
+    A cheaper rival that is measurably worse says nothing: it may be better with as much.
+    """
     larger = [rival for rival in ratios if results.ratio(rival, parameters, over=row) > LARGEST]
     found = []
     for size, group in {"no more": [rival for rival in ratios if rival not in larger], "more": larger}.items():
-        near = [rival for rival in group if allowed[0] <= ratios[rival] <= allowed[1]]
+        near = [
+            rival
+            for rival in group
+            if ratios[rival] <= allowed[1] and (ratios[rival] >= allowed[0] or not is_better(results, row, rival))
+        ]
         best, words = hardest(results, row, near), f"{where}, {size} parameters"
         if best is not None:
             found.append(f"{words}: **{verdict(best[1])}** (`{best[0]}`).")
@@ -107,6 +122,11 @@ def verdicts_by_size(
             others = "; ".join(f"`{rival}` takes {ratios[rival]:.2f} ×" for rival in group)
             found.append(f"{words}: no such model was run; {others}.")
     return found
+
+
+def is_better(results: Results, row: str, rival: str) -> bool:
+    gap = difference(results, row, rival)
+    return gap is not None and gap.mean < 0 and gap.is_measurable
 
 
 def hardest(results: Results, row: str, rivals: Sequence[str]) -> tuple[str, Difference] | None:

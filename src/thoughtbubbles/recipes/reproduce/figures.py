@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from thoughtbubbles.recipes.reproduce.answers import closest
 from thoughtbubbles.recipes.reproduce.compare_rows import curve_differences, difference
-from thoughtbubbles.recipes.reproduce.equal_cost import NOT_SLOWER, ROWS, hardest, without_forks
+from thoughtbubbles.recipes.reproduce.equal_cost import NOT_SLOWER, ROWS, hardest, plain_rows
 from thoughtbubbles.recipes.reproduce.parts import GROUP, PLAIN
 from thoughtbubbles.recipes.reproduce.records import Evidence, Results, flops, gpu_seconds, nats, parameters
 from thoughtbubbles.recipes.reproduce.sentences import needs, sentence
@@ -69,9 +69,8 @@ def rounded(value: float) -> float:
 
 
 def growth_figure(results: Results) -> Figure:
-    """The difference to plain during training, a line per row; not for plain GPTs of another size or length."""
-    of_other_length = (row for row, known in results.protocol.rows.items() if known.length != 1)
-    series, parts, left_out = {}, [], {PLAIN, *without_forks(results), *of_other_length}
+    """The difference to plain during training, a line per row; not for rows of another size or length."""
+    series, parts, left_out = {}, [], {PLAIN, *of_other_size(results)}
     for row in results.rows:
         if row in left_out or not (points := curve_differences(results, row, PLAIN)):
             continue
@@ -101,12 +100,19 @@ def growth_figure(results: Results) -> Figure:
     )
 
 
+def of_other_size(results: Results) -> list[str]:
+    """Rows that differ from plain in width or depth, in the number of models or of tokens."""
+    rows = results.protocol.rows.items()
+    return [row for row, own in rows if own.length != 1 or own.ensemble > 1 or {"width", "n_layer"} & set(own.model)]
+
+
 def training_figure(results: Results) -> Figure:
     """Training loss of the first seed of each row. If several rows have more than a seed, only they have a line, and
     plain GPTs of another size or length: the others lie on top of them."""
+    of_plain = set(plain_rows(results)) & set(of_other_size(results))
     series, ends = {}, []
     main = [row for row in results.rows if len(results.planned(row)) > 1]
-    shown = [*main, *without_forks(results)] if len(main) > 1 else list(results.rows)
+    shown = [*main, *of_plain] if len(main) > 1 else list(results.rows)
     for row, seeds in results.rows.items():
         known = results.protocol.rows.get(row)
         record = next(iter(seeds.values()))

@@ -3,7 +3,7 @@
 from thoughtbubbles.recipes.reproduce.compare_rows import difference
 from thoughtbubbles.recipes.reproduce.equal_cost import BATCHES
 from thoughtbubbles.recipes.reproduce.parts import PLAIN
-from thoughtbubbles.recipes.reproduce.records import Evidence, Results, gpu_seconds, nats, parameters, tokens
+from thoughtbubbles.recipes.reproduce.records import Evidence, Results, epochs, gpu_seconds, nats, parameters, tokens
 from thoughtbubbles.recipes.reproduce.sentences import PRESET
 from thoughtbubbles.recipes.reproduce.tables import markdown
 
@@ -12,9 +12,9 @@ ROWS = {
     PLAIN: "plain GPT",
     "head-gate": "plain GPT with a gate per attention head",
     "r1": "the paper's scores and attenuation, no fork survives",
-    "r2": "forks chosen by learned scores, causally, 2 streams per token",
+    "r2": "forks chosen by learned scores, causally, 2 streams per token (residual merge)",
     PRESET: "**our presets**: every token forks once, with feedback; a gate per head",
-    "longer-gate": "plain GPT with the gate, {tokens:.2f} × the text",
+    "longer-gate": "plain GPT with the gate, {tokens:.2f} × the tokens ({epochs:.1f} epochs)",
     "wider": "wider plain GPT, {parameters:.1f} × the parameters",
 }
 
@@ -32,8 +32,13 @@ def overview(evidence: Evidence) -> str:
     )
     lines = [[*loss_cells(results, row), *cost_cells(evidence, row)] for row in rows]
     size, length = results.mean(PLAIN, parameters) / 1e6, results.mean(PLAIN, tokens) / 1e6
-    where = f"{size:.1f}M parameters, {length:,.0f}M training tokens, {' and '.join(results.devices)}"
-    one = "one seed, with the variation between seeds of the rows that have several, beside a loss that is not a mean"
+    times = results.mean(PLAIN, epochs)
+    text = f"{length:,.0f}M training tokens ({times:.0f} epochs of {length / times:.0f}M)"
+    where = f"{size:.1f}M parameters, {text}, {' and '.join(results.devices)}"
+    one = (
+        "one seed: the difference is to plain's loss in that seed, not to the mean above, and its error has the "
+        "variation between seeds that other rows show"
+    )
     errors = f"±: standard error of the differences, paired by seed. \\*: {one}"
     note = f"{where}. {errors}. Rows, curves, commits and answers to each question: [results]({PAGE})."
     return f"{markdown(headings, lines)}\n\n{note}"
@@ -41,7 +46,11 @@ def overview(evidence: Evidence) -> str:
 
 def loss_cells(results: Results, row: str) -> list[str]:
     gap = None if row == PLAIN else difference(results, row, PLAIN)
-    what = ROWS[row].format(tokens=results.ratio(row, tokens), parameters=results.ratio(row, parameters))
+    what = ROWS[row].format(
+        tokens=results.ratio(row, tokens),
+        parameters=results.ratio(row, parameters),
+        epochs=results.mean(row, epochs),
+    )
     return [what, f"{results.mean(row, nats):.4f} ({len(results.rows[row])})", "–" if gap is None else gap.cell]
 
 

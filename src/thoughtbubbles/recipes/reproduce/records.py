@@ -107,6 +107,10 @@ def parameters(record: Record) -> float:
     return float(record["parameters"])
 
 
+def epochs(record: Record) -> float:
+    return float(record["epochs"])
+
+
 def tokens(record: Record) -> float:
     """Trained on, with repetitions."""
     return float(record["tokens"])
@@ -238,7 +242,8 @@ def other_settings(found: Protocol, record: Record) -> str:
         for group in ("model", "optim")
         for name, value in kept[group].items()
     ]
-    pairs += [(name, kept[name], expected[name]) for name in ("tokens", "tokens_per_step") if name in kept]
+    of_run = ("tokens", "tokens_per_step", "forks_from", "budgets")
+    pairs += [(name, kept[name], expected[name]) for name in of_run if name in kept]
     return "; ".join(f"{name} was {old}, is {new}" for name, old, new in pairs if old != new)
 
 

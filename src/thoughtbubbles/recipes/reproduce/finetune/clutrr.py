@@ -65,7 +65,7 @@ class ClutrrStudy(FinetuneStudy):
         if start is not None:
             return replace(read_config(start), block_size=self.block_size)
         model = replace(self.model, block_size=self.block_size)
-        return model if form.has_forks else replace(model, fork_layers=(), merge="original")
+        return model if form.has_forks else model.without_forks()
 
     def examples_of(self, row: FinetuneRow, start: Path | None, place: Place) -> Examples:
         (source,) = find_files(task_of(row), data_folder(place.data_dir))
