@@ -301,7 +301,10 @@ def test_answers_from_three_seeds(tmp_path):
     )
     assert "| `r2` | `long` | `plain` | 1.00 × | 0.50 × | −0.0267 ± 0.0033 |" in flops
     assert "| `r2` | `long` | `wider` | 2.00 × | 1.00 × | +0.0200 ± 0.0047 \\* |" in flops
-    assert "`r2` in `scarce`: Not measured yet: needs rows `plain`, `r2`, `head-gate`, `wider`, `ensemble` of `scarce`." in flops
+    assert (
+        "`r2` in `scarce`: Not measured yet: needs rows `plain`, `r2`, `head-gate`, `wider`, `ensemble` of `scarce`."
+        in flops
+    )
     parts = paragraph(text, "Is it the forks")
     alone = "`r1` ends 0.0150 ± 0.0000 nats per token below `plain` (3 seeds). That is 56% of the gain of `r2`"
     assert f"{alone}, by seed 50% to 75%." in parts
