@@ -4,11 +4,16 @@ Checking takes longer than a small model itself, so not all tests do it: those o
 file of each folder that has annotated functions; without the slow tests, a third of these.
 """
 
+import os
 import zlib
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+
+# Tests run side by side, one a core, and so do the processes that they start: with more threads, these would wait for
+# each other most of the time.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import jaxtyping
 import pytest
@@ -28,7 +33,7 @@ WITH_SHAPE_CHECKS = [
     *(FOLDER / name for name in ("analysis/test_analyze.py", "interop/test_hf_model.py")),
 ]
 
-torch.set_num_threads(1)  # tests run side by side; here for module fixtures too, which run before those of a test
+torch.set_num_threads(1)  # here for module fixtures too, which run before those of a test
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 

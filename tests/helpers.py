@@ -49,7 +49,7 @@ def run_probe(module: str, *words: object, interpreted: bool = False) -> Any:
     """
     through = ["kernels.interpreted"] if interpreted else []
     command = [sys.executable, "-m", *through, module, *map(str, words)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"TRITON_INTERPRET": "1"} if interpreted else {})}
+    environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if interpreted else {})}
     run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout or "null")

@@ -75,7 +75,6 @@ def run_in_one_process(tasks: list[dict[str, Any]], folder: Path, *options: str)
         capture_output=True,
         text=True,
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     if done.returncode:
         number = done.stderr.split()[-1]
@@ -104,8 +103,7 @@ def test_commands_of_other_programs(page, tmp_path):
     fresh_clone(tmp_path)
     for command in commands(page):
         if not is_ours(words := runnable(command)):
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            run = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment)
+            run = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
             assert run.returncode == 0, f"{command}\n{run.stderr}"
 
 
@@ -124,7 +122,6 @@ def test_the_story_of_fine_tuning(tmp_path, monkeypatch):
     start, curl = (shlex.split(block, comments=True) for block in blocks(STORY, "sh"))
     assert start[:2] == [".venv/bin/thoughtbubbles", "serve"]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import serve
 

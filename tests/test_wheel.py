@@ -25,8 +25,7 @@ LARGEST = 20_000_000  # bytes of a wheel or source distribution
 
 def run_command(*words: object, cwd: Path) -> str:
     """Standard output, of a process that knows nothing of this checkout."""
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    environment = {**ours, "OMP_NUM_THREADS": "1"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     command = [str(word) for word in words]
     run = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=1200)
     assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout[-2000:]}{run.stderr[-4000:]}"

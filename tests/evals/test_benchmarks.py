@@ -312,7 +312,7 @@ def test_the_table_fits_into_80_columns(models, questions, tmp_path):
 @pytest.mark.slow
 def test_a_process_that_is_killed(models, tmp_path):
     """SIGKILL in the middle; the same command finishes with the numbers of an uninterrupted run."""
-    write(tmp_path, "blimp", [{**RECORDS["blimp"], "sentence_bad": f"Cats sleeps {i}."} for i in range(4000)])
+    write(tmp_path, "blimp", [{**RECORDS["blimp"], "sentence_bad": f"Cats sleeps {i}."} for i in range(2000)])
     command = [sys.executable, "-m", "thoughtbubbles", "eval", "--checkpoint", str(models["causal"]), "--device", "cpu"]
     command += [
         "--tasks",
@@ -333,7 +333,7 @@ def test_a_process_that_is_killed(models, tmp_path):
     process.wait()
     (path,) = (tmp_path / "out" / "answers").glob("blimp-*.jsonl")
     kept = path.read_bytes().count(b"\n") - 1
-    assert 100 <= kept < 4000
+    assert 100 <= kept < 2000
     assert not (tmp_path / "out" / "results.json").exists()
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -355,8 +355,7 @@ def test_ranks_share_the_work(models, questions, tmp_path, ranks, monkeypatch):
     command += ["-m", "thoughtbubbles", "eval", "--checkpoint", str(models["block"]), "--tasks", *options["tasks"]]
     command += ["--data-dir", str(questions), "--data", str(corpus), "--windows", "3", "--tokens", "10"]
     command += ["--device", "cpu", "--dtype", "float64", "--out", str(out)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    told = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=env)
+    told = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     assert told.stdout.count("Written:") == 1
     shared = json.loads((out / "results.json").read_text())
     assert shared["ranks"] == ranks

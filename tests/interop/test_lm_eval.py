@@ -252,7 +252,7 @@ def test_results_that_are_moved_aside_are_reported(data, cache, checkpoints, tmp
 
 
 def run_command(*words: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess:
-    offline = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     environment = {**os.environ, **offline, **variables}
     run = subprocess.run([str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

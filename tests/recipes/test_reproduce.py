@@ -481,7 +481,6 @@ def test_a_row_answers_the_benchmarks(corpus, tmp_path):
 @pytest.mark.slow
 def test_the_command(corpus, tmp_path, capfd, monkeypatch):
     """Two rows, each in its own process; their list; and both again, at the same time, to the bit."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # another number would change last bits
     words = ["reproduce", "laptop", "--data", str(corpus), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]
     main([*words, "--only", "plain", "r1", "--seed", "0"])
     found = sorted(path.name for path in (tmp_path / "laptop").iterdir())

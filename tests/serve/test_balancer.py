@@ -77,7 +77,6 @@ class Replica:
             [sys.executable, "-m", "thoughtbubbles", "serve", *options],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
     def wait(self) -> None:

@@ -62,7 +62,7 @@ def serving(*arguments: str, **environment: str) -> Iterator[Process]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, **environment},
     ) as process:
         try:
             yield Process(process)

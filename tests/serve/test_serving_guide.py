@@ -31,7 +31,6 @@ def blocks(language: str) -> list[str]:
 def server() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
-        patch.setenv("OMP_NUM_THREADS", "1")
         import serve
 
         with serve.Server() as running:

@@ -89,7 +89,7 @@ def command(*arguments: str, ranks: int = 0) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def run_command(*arguments: str, ranks: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
