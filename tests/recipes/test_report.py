@@ -92,7 +92,9 @@ def test_the_error_of_one_seed_is_over_windows(tmp_path):
     one, two = made_up("long", "plain", 0, 3.0), made_up("long", "r2", 0, 2.92)
     one["validation"]["windows"] = [3.0, 3.0, 3.0]
     two["validation"]["windows"] = [2.9, 3.0, 2.8]
-    found = difference(read_protocol(write(tmp_path, one, two), "long"), "r2", "plain")
+    results = read_protocol(write(tmp_path, one, two), "long")
+    assert "differences to `plain` have a standard error of 0.0500 to 0.0500; errors" in protocol_table(results)
+    found = difference(results, "r2", "plain")
     assert found.error == pytest.approx(0.04996, abs=1e-6)
     assert found.cell == "−0.0800 ± 0.0500 \\*"
     assert found.degrees == 2

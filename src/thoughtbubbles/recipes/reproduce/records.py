@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from thoughtbubbles.files import read_object
 from thoughtbubbles.model.config import ModelConfig
-from thoughtbubbles.recipes.reproduce.parts import PLAIN, Protocol, Row
+from thoughtbubbles.recipes.reproduce.parts import PLAIN, Protocol
 from thoughtbubbles.recipes.reproduce.protocols import PROTOCOLS, protocol
 from thoughtbubbles.recipes.reproduce.study import Record, read_record
 from thoughtbubbles.train.budget import with_budget
@@ -174,15 +174,17 @@ def steps_alone(folder: Path, name: str, rows: Mapping[str, Mapping[int, Record]
             continue
         for other, step in read_steps(folder / source_name / STEPS_FILE, rows).items():
             for row, settings in found.rows.items():
-                if other in source.rows and has_same_step(found.model, source.rows[other], settings):
+                model = replace(found.model, **settings.model)
+                if other in source.rows and not settings.run and is_step_of(source, other, model, settings.optim):
                     same.setdefault(row, step)
     return with_changing_budgets(same, found)
 
 
-def has_same_step(model: ModelConfig, one: Row, two: Row) -> bool:
-    """Of two rows that change the same model."""
-    is_same = replace(model, **one.model) == replace(model, **two.model)
-    return is_same and one.optim.get("kind") == two.optim.get("kind") and not (one.run or two.run)
+def is_step_of(source: Protocol, name: str, model: ModelConfig, optim: Mapping[str, Any]) -> bool:
+    """Whether a row has this model and this kind of optimizer from the first step on."""
+    row = source.rows[name]
+    is_same = replace(source.model, **row.model) == model and row.optim.get("kind") == optim.get("kind")
+    return is_same and not row.run
 
 
 def read_steps(path: Path, rows: Mapping[str, Mapping[int, Record]]) -> dict[str, Step]:
@@ -204,17 +206,18 @@ def with_changing_budgets(known: Mapping[str, Step], found: Protocol) -> dict[st
         own, begin = replace(found.model, **row.model), row.run.get("forks_from", 0.0)
         budgets = row.run.get("budgets") or (own.budget,)
         shares = [(begin, 1.0), *(((1 - begin) / len(budgets), budget) for budget in budgets)]
-        parts = [(share, step_of(with_budget(own, budget), known, found)) for share, budget in shares if share]
+        parts = [
+            (share, step_of(with_budget(own, budget), row.optim, known, found)) for share, budget in shares if share
+        ]
         measured = [(share, step) for share, step in parts if step is not None]
         if row.run and len(measured) == len(parts):
             steps[name] = Step(sum(share * step.seconds for share, step in measured), measured[-1][1].commit)
     return steps
 
 
-def step_of(model: ModelConfig, known: Mapping[str, Step], found: Protocol) -> Step | None:
-    """Of a row that has this model from the first step on."""
-    rows = (name for name in known if name in found.rows and not found.rows[name].run)
-    return next((known[name] for name in rows if replace(found.model, **found.rows[name].model) == model), None)
+def step_of(model: ModelConfig, optim: Mapping[str, Any], known: Mapping[str, Step], found: Protocol) -> Step | None:
+    rows = (name for name in known if name in found.rows)
+    return next((known[name] for name in rows if is_step_of(found, name, model, optim)), None)
 
 
 def size_of_step(config: Mapping[str, Any]) -> tuple[int, int | None]:

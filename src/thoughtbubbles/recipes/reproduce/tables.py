@@ -11,6 +11,7 @@ from thoughtbubbles.recipes.reproduce.compare_rows import (
     autoregressive_gap,
     common_seeds,
     difference,
+    error_over_windows,
     of_seeds,
     variation_between_seeds,
 )
@@ -70,14 +71,23 @@ def not_run(results: Results) -> list[str]:
 
 
 def between_seeds(results: Results) -> list[str]:
-    found = variation_between_seeds(results)
-    if found is None:
-        return []
-    deviation, degrees = found
-    return [
-        f"Between seeds, the difference of two rows has a standard deviation of {deviation:.4f} ({degrees} degrees of "
-        "freedom)."
-    ]
+    """What makes a difference vary: the seed, and the text that it is measured on."""
+    found, parts = variation_between_seeds(results), []
+    if found is not None:
+        deviation, degrees = found
+        parts.append(
+            f"Between seeds, the difference of two rows has a standard deviation of {deviation:.4f} ({degrees} degrees "
+            "of freedom)."
+        )
+    pairs = [(row, seeds[0]) for row in results.rows if row != PLAIN and (seeds := common_seeds(results, row, PLAIN))]
+    errors = [error_over_windows(results.rows[row][seed], results.rows[PLAIN][seed])[0] for row, seed in pairs]
+    known = [error for error in errors if error is not None]
+    if known:
+        parts.append(
+            f"Over windows of the validation text, differences to `{PLAIN}` have a standard error of "
+            f"{min(known):.4f} to {max(known):.4f}; errors over several seeds leave that out."
+        )
+    return [" ".join(parts)] if parts else []
 
 
 def times_from(results: Results) -> list[str]:
