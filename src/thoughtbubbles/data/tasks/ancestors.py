@@ -1,11 +1,12 @@
-"""Ancestors: who is a person's parent, grandparent, …, if each was only introduced as somebody's child?
+"""Ancestors: who is a person's grandparent, great-grandparent, …, if each was only introduced as somebody's child?
 
-    .KkC.McXmA.RxZ;1Am3Zk2Xk1Ck
+    K.CkX.McAm;1Mc1Am1Ck1Am1Ck1Mc3Ak2Mk
 
-"kC" introduces C, a child of K; who has a dot for a parent begins a family. There are three families, one child per
-parent, and children of all of them mixed. "3Z" asks for the third ancestor of Z: x, c, k. The work is the number of
-steps from child to parent. Where a step leads is only known when the one before is done, and the order of the
-introductions tells little: who knows that alone is right about a quarter of the time.
+"Ck" introduces C, a child of K; who has a dot for a parent begins a family. There are two families, one child per
+parent, and children of both mixed. First everybody is asked for their parent, twice ("1M" is c): one look-up, which is
+easy, and which small models only learn if there is much of it. Then "3A" asks for the third ancestor of A: m, c, k. The
+work is the number of steps from child to parent, from two on. Where a step leads is only known when the one before is
+done, and the order of the introductions tells little.
 
 A child is uppercase and a parent lowercase, so that no token is both.
 """
@@ -16,27 +17,28 @@ from string import ascii_lowercase
 
 from thoughtbubbles.data.tasks.task import Example, Task, Variant, Writer, some
 
-FAMILIES = 3
+FAMILIES = 2
+ROUNDS = 2  # of questions for parents
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ancestors(Variant):
-    people: tuple[int, int] = (12, 18)
-    generations: tuple[int, int] = (1, 6)
+    people: tuple[int, int] = (9, 13)
+    generations: tuple[int, int] = (2, 5)
     """That a question goes back. Everybody with so many ancestors is asked for once."""
 
     def make(self, random: Random) -> Example:
-        least, most = self.generations
         ancestors: dict[str, str] = {}  # of each person: parent, grandparent, …
-        while max(map(len, ancestors.values()), default=0) < least:
+        while max(map(len, ancestors.values()), default=0) < self.generations[0]:
             ancestors = _families(random, some(random, self.people))
         writer = Writer()
-        writer.say("".join((line[:1] or ".") + name.upper() for name, line in ancestors.items()) + ";")
-        asked = [name for name, line in ancestors.items() if len(line) >= least]
-        for name in random.sample(asked, len(asked)):
-            back = some(random, (least, min(most, len(ancestors[name]))))
-            writer.say(f"{back}{name.upper()}")
-            writer.answer(ancestors[name][back - 1], work=back)
+        writer.say("".join(name.upper() + (line[:1] or ".") for name, line in ancestors.items()) + ";")
+        for least, most in [(1, 1)] * ROUNDS + [self.generations]:
+            asked = [name for name, line in ancestors.items() if len(line) >= least]
+            for name in random.sample(asked, len(asked)):
+                back = some(random, (least, min(most, len(ancestors[name]))))
+                writer.say(f"{back}{name.upper()}")
+                writer.answer(ancestors[name][back - 1], work=back if back > 1 else 0)
         return writer.example()
 
     @property
@@ -60,10 +62,10 @@ ANCESTORS = Task(
     what="who is the k-th ancestor, if everybody's parent is known?",
     splits={
         "train": Ancestors(),
-        "deeper": Ancestors(people=(23, 26), generations=(7, 9)),
-        "longer": Ancestors(people=(20, 22)),
+        "deeper": Ancestors(people=(16, 18), generations=(6, 8)),
+        "longer": Ancestors(people=(15, 17)),
     },
-    block_size=112,
+    block_size=168,
     is_forced=False,
-    chance=lambda work: 0.35 if work == 1 else 0.25,  # of the likeliest place; a test measures it
+    chance=lambda work: 0.33,  # of the likeliest place; a test measures it
 )
