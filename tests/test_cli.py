@@ -59,6 +59,7 @@ def test_a_reader_who_has_stopped(arguments, options):
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.slow
 def test_without_standard_output():
     """As with `>&-`: nothing is shown, and a mistake is still one line."""
     for words, code, said in (("--version", 0, ""), ("inspect nothing-here", 1, "thoughtbubbles inspect: ")):

@@ -77,6 +77,7 @@ download({names!r}, out=Path({str(out)!r}))
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
 
 
+@pytest.mark.slow
 def test_downloaded_files_are_what_eval_reads(repositories, tmp_path):
     out = tmp_path / "eval"
     done = run(repositories, ("lambada", "hellaswag", "blimp", "arc_easy", "gsm8k"), out, tmp_path)
@@ -100,6 +101,7 @@ def test_downloaded_files_are_what_eval_reads(repositories, tmp_path):
     assert (kept.stat().st_mtime_ns, lost.read_bytes()) == (written, content)
 
 
+@pytest.mark.slow
 def test_a_download_that_fails_says_what_to_do_and_leaves_nothing(repositories, tmp_path):
     repositories["gsm8k.test"] = str(tmp_path / "nothing here")
     done = run(repositories, ("lambada", "gsm8k"), tmp_path / "eval", tmp_path)
@@ -110,6 +112,7 @@ def test_a_download_that_fails_says_what_to_do_and_leaves_nothing(repositories, 
     assert [path.name for path in (tmp_path / "eval").iterdir()] == ["lambada_openai.test.jsonl.gz"]
 
 
+@pytest.mark.slow
 def test_a_line_that_has_changed_is_no_trouble_of_the_network(repositories, tmp_path):
     rows = Path(repositories["arc_easy.test"]) / "ARC-Easy.jsonl"
     rows.write_text(rows.read_text().replace('"answerKey": "2"', '"answerKey": "9"'))
