@@ -312,7 +312,7 @@ def test_the_table_fits_into_80_columns(models, questions, tmp_path):
 @pytest.mark.slow
 def test_a_process_that_is_killed(models, tmp_path):
     """SIGKILL in the middle; the same command finishes with the numbers of an uninterrupted run."""
-    write(tmp_path, "blimp", [{**RECORDS["blimp"], "sentence_bad": f"Cats sleeps {i}."} for i in range(2000)])
+    write(tmp_path, "blimp", [{**RECORDS["blimp"], "sentence_bad": f"Cats sleeps {i}."} for i in range(4000)])
     command = [sys.executable, "-m", "thoughtbubbles", "eval", "--checkpoint", str(models["causal"]), "--device", "cpu"]
     command += [
         "--tasks",
@@ -333,7 +333,7 @@ def test_a_process_that_is_killed(models, tmp_path):
     process.wait()
     (path,) = (tmp_path / "out" / "answers").glob("blimp-*.jsonl")
     kept = path.read_bytes().count(b"\n") - 1
-    assert 100 <= kept < 2000
+    assert 100 <= kept < 4000
     assert not (tmp_path / "out" / "results.json").exists()
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     results = json.loads((tmp_path / "out" / "results.json").read_text())

@@ -7,7 +7,6 @@ the interpreter does again for every operation counts.
 import runpy
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -21,9 +20,6 @@ def prepare_interpreter() -> None:
     interpreter._patch_lang_tensor = _accept_arrays_of_one(interpreter._patch_lang_tensor)
     interpreter._patch_lang = _once_per_launch(interpreter._patch_lang)
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
-    # Four more operations for every sum and product of int32, and none of the compiled kernels checks it either.
-    builder = interpreter.interpreter_builder
-    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def _accept_arrays_of_one(patch: Callable[..., None]) -> Callable[..., None]:
