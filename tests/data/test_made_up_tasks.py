@@ -17,7 +17,7 @@ from thoughtbubbles.data.loader import IGNORED, Loader, Source, ValidationSet
 from thoughtbubbles.data.shards import open_dataset
 from thoughtbubbles.data.tasks import TASKS, task_named
 from thoughtbubbles.data.tasks.khop import SEEN, UNSEEN
-from thoughtbubbles.data.tasks.task import VERSION, Example, Variant, Writer, is_validation, write_task
+from thoughtbubbles.data.tasks.task import PART, VERSION, Example, Variant, Writer, is_validation, write_task
 
 END = 256
 SPLITS = [(name, split) for name, task in TASKS.items() for split in (*task.splits, "val")]
@@ -29,7 +29,7 @@ GOLDEN = (
         "parity": 1146552745,
         "permute": 1135319217,
         "chain": 743629042,
-        "ancestors": 2408778748,
+        "circle": 153815675,
         "copy": 1380330398,
     },
 )
@@ -106,21 +106,21 @@ def chain(text: str) -> Solved:
     ]
 
 
-def ancestors(text: str) -> Solved:
-    """Every family is drawn as one line of letters, in which an ancestor is so many places before."""
-    given, questions = text.split(";")
-    lines: list[str] = []
-    for child, parent in zip(given[::2], given[1::2], strict=True):
-        (before,) = [line for line in lines if line[-1] == parent] or [""]
-        assert (before == "") == (parent == "."), text
-        lines = [line for line in lines if line != before] + [before + child.lower()]
-    assert len(lines) <= 2
-    found = []
-    for at in range(0, len(questions), 3):
-        back, name = int(questions[at]), questions[at + 1].lower()
-        (line,) = [line for line in lines if name in line]
-        found.append((len(given) + 1 + at + 2, line[line.index(name) - back], back if back > 1 else 0))
-        assert line.index(name) >= back
+def circle(text: str) -> Solved:
+    """From the introductions alone, place by place; the round has to agree with them."""
+    given, walk, questions = text.split(";")
+    after = dict(zip(given[::2].lower(), given[1::2], strict=True))
+    start, _, seen = walk.partition(">")
+    at = len(given) + 1 + len(start) + 1
+    found: Solved = [(at, seen, 0)]
+    for before, letter in zip(start.lower() + seen, seen, strict=False):
+        assert after[before] == letter, text
+    assert sorted(seen) == sorted(after)
+    for question in re.finditer(r"(\d)(.)=(.)", questions):
+        person = question[2].lower()
+        for _ in range(int(question[1])):
+            person = after[person]
+        found.append((at + len(seen) + 1 + question.start(3), person, int(question[1])))
     return found
 
 
@@ -135,7 +135,7 @@ SOLVERS: dict[str, Callable[[str], Solved]] = {
     "parity": parity,
     "permute": permute,
     "chain": chain,
-    "ancestors": ancestors,
+    "circle": circle,
     "copy": copy,
 }
 
@@ -222,25 +222,32 @@ def test_every_letter_is_asked_for_once():
             assert sorted(asked) == sorted(memory.lower())
 
 
-def test_places_alone_tell_little_about_ancestors():
-    """The likeliest place of the answer, by the place of the person and the work, is about as good as `chance` says."""
-    places: dict[tuple[int, int], Counter[int]] = {}
-    for example in some_of("ancestors", "train", n=3000):
-        given, _, questions = example.text.partition(";")
-        order, parents = given[::2].lower(), dict(zip(given[::2], given[1::2], strict=True))
-        all_asked = re.findall(r"(.)(.)(.)", questions)
-        n = 2 * sum(parent != "." for parent in parents.values())
-        assert sorted(all_asked[:n]) == sorted(2 * [("1", c, parent) for c, parent in parents.items() if parent != "."])
-        asked = all_asked[n:]
-        assert sorted(name for _, name, _ in asked) == sorted(
-            c for c, parent in parents.items() if parent != "." and parents[parent.upper()] != "."
-        )
-        for back, name, answer in asked:
-            places.setdefault((int(back), order.index(name.lower())), Counter())[order.index(answer)] += 1
-    for work in TASKS["ancestors"].variant("train").work:
-        found = [counts for (back, _), counts in places.items() if back == work]
-        share = sum(max(counts.values()) for counts in found) / sum(counts.total() for counts in found)
-        assert share == pytest.approx(TASKS["ancestors"].chance(work), abs=0.05)
+def test_nobody_in_the_circle_is_likelier_than_another():
+    """Whatever the places to go on: counted from the beginning of the round, and from that of the introductions."""
+    for split in ("train", "deeper", "longer"):
+        in_round: dict[str, Counter[float]] = {}
+        introduced: dict[str, Counter[float]] = {}
+        for example in some_of("circle", split, n=3000):
+            given, walk, questions = example.text.split(";")
+            asked = re.findall(r"(.)(.)=(.)", questions)
+            assert sorted(name for _, name, _ in asked) == sorted(given[::2])  # each once
+            for places, name, answer in asked:
+                assert answer != name.lower()
+                in_round.setdefault(places, Counter())[(walk.index(answer) - 2) / len(walk[2:])] += 1
+                introduced.setdefault(places, Counter())[given[1::2].index(answer) / len(walk[2:])] += 1
+        for places in in_round:
+            for counts in (in_round[places], introduced[places]):
+                share = counts.most_common(1)[0][1] / counts.total()
+                assert share < TASKS["circle"].chance(int(places)) + 0.03
+
+
+def test_examples_are_the_same_however_many_processes_make_them(tmp_path: Path):
+    task, n = TASKS["circle"], PART + 300
+    for processes in (1, 2):
+        write_task(tmp_path / str(processes), task, n_examples=n, seed=3, processes=processes)
+    alone, together = (open_dataset(tmp_path / str(n), split="train").shards for n in (1, 2))
+    assert [shard.tokens.tobytes() for shard in alone] == [shard.tokens.tobytes() for shard in together]
+    assert alone[0].tokens.size == sum(len(example.tokens) for example in islice(task.examples("train", seed=3), n))
 
 
 def test_the_last_two_cups_follow_from_the_others():

@@ -18,7 +18,9 @@ from thoughtbubbles.recipes.reproduce.report import TASKS_PAGE, rendered, task_s
 from thoughtbubbles.recipes.reproduce.study import Place
 from thoughtbubbles.recipes.reproduce.tasks.protocol import (
     FORMS,
+    SWEPT,
     TUNED,
+    TUNED_FOR,
     Scale,
     TaskRow,
     flops_per_row,
@@ -156,19 +158,22 @@ def test_all_forms_read_the_same_examples(done: Place):
 def test_learning_rates():
     """The tuned ones are the best of the sweep."""
     sweep = sweep_rows()
-    assert len(sweep) == 16
+    assert len(sweep) == 32
     assert run_of("x", sweep["parity-r2-lr0.0005"], 0, data="d").optim.lr == 5e-4
     for form in FORMS:
         rate = run_of("x", TaskRow(task="copy", form=form), 0, data="d").optim.lr
         assert rate == TUNED["r2" if model_of(TaskRow(task="copy", form=form)).fork_layers else "plain"]
+        rate, own = run_of("x", TaskRow(task="circle", form=form), 0, data="d").optim.lr, TUNED_FOR["circle"]
+        assert rate == own.get(form, own["r2" if model_of(TaskRow(task="circle", form=form)).fork_layers else "plain"])
     records = read_task_records(RESULTS, "tasks-sweep")
     assert records.keys() == sweep.keys()
-    for form, tuned in TUNED.items():
-        means = defaultdict(list)
-        for row, known in sweep.items():
-            if known.form == form:
-                means[known.lr].append(accuracy(records[row][0], "val"))
-        assert max(means, key=lambda lr: sum(means[lr])) == tuned
+    for tasks, rates in ((SWEPT.keys() - TUNED_FOR.keys(), TUNED), *(([task], TUNED_FOR[task]) for task in TUNED_FOR)):
+        for form, tuned in rates.items():
+            means = defaultdict(list)
+            for row, known in sweep.items():
+                if known.form == form and known.task in tasks:
+                    means[known.lr].append(accuracy(records[row][0], "val"))
+            assert max(means, key=lambda lr: sum(means[lr])) == tuned, (tasks, form)
 
 
 def made_up(

@@ -9,16 +9,10 @@ are in flight; memory holds them and the two shards being filled.
 """
 
 import contextlib
-import multiprocessing
-import multiprocessing.connection
 import os
-import signal
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -32,10 +26,9 @@ from thoughtbubbles.data.summary import VOCAB_SIZE, summarize
 from thoughtbubbles.data.tokenizer import NAMED, TRAINED, Tokenizer, read_tokenizer, save_tokenizer, saved_tokenizer
 from thoughtbubbles.data.tokenizer import tokenizer as named_tokenizer
 from thoughtbubbles.data.vocabulary import LEAST, MOST, train_vocabulary, training_texts
+from thoughtbubbles.data.workers import in_order, processors
 from thoughtbubbles.files import SHIPPED, check_folder, locked, named, reason, shipped_model, short_name
 
-PATIENCE = 5.0  # seconds without a result before checking that all processes are alive
-AHEAD = 3  # chunks in flight per process
 SAVE_SECONDS = 10.0  # the most work that an interruption can lose
 VAL_FRACTION = 0.005  # fraction of the documents, if no validation set is given
 MOST_PROCESSES = 1024
@@ -231,7 +224,8 @@ def _fill(
     counted = output.state.counts["train"].documents if n_val else output.documents
     left = sys.maxsize if limit is None else limit - counted
     saved, shards, place = time.monotonic(), output.n_shards, output.state.place
-    with contextlib.closing(output), contextlib.closing(_encode(chunks, tok, processes)) as encoded:
+    encoded = in_order(encode_chunk, chunks, tok, processes=processes, kept=_without_payload)
+    with contextlib.closing(output), contextlib.closing(encoded):
         try:
             for chunk, found in encoded if left else ():
                 split = None if not n_val else "val" if chunk.input < n_val else "train"
@@ -275,61 +269,8 @@ def _first(found: Encoded, n: int) -> Encoded:
     )
 
 
-def _encode(chunks: Iterable[Chunk], tok: Tokenizer, processes: int) -> Generator[tuple[Chunk, Encoded], None, None]:
-    """Each chunk with its tokens, in order; with one process, in this one."""
-    if processes == 1:
-        for chunk in chunks:
-            yield chunk, encode_chunk(chunk, tok)
-        return
-    waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
-    # Spawned, not forked: a fork would share this process's threads and open files.
-    with named(f"--processes {processes}", "give fewer"):
-        pool = ProcessPoolExecutor(
-            processes,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_start_worker,
-            initargs=(tok,),  # building it takes a moment: here, not with the first chunk
-        )
-    try:
-        for chunk in chunks:
-            with named(f"--processes {processes}", "give fewer"):  # submit starts processes on demand
-                waiting.append((chunk._replace(payload=None), pool.submit(encode_chunk, chunk, tok)))
-            if len(waiting) > AHEAD * processes:
-                chunk, future = waiting.popleft()
-                yield chunk, _result(pool, future)
-        for chunk, future in waiting:
-            yield chunk, _result(pool, future)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _result(pool: ProcessPoolExecutor, future: Future[Encoded]) -> Encoded:
-    """Detects a process that was killed while sending its result: the pool would wait forever for the rest."""
-    while True:
-        try:
-            return future.result(timeout=PATIENCE)
-        except TimeoutError:
-            processes = list((pool._processes or {}).values())
-            if all(process.is_alive() for process in processes):
-                continue
-        for process in processes:
-            process.kill()
-        queue: Any = pool._result_queue
-        queue._writer.close()  # the last open end of the pipe: now the pool sees its end
-        raise BrokenProcessPool("a process died while sending its result")
-
-
-def _start_worker(_: Tokenizer) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends the others
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Without this, workers would wait for work forever after their parent is killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
+def _without_payload(chunk: Chunk) -> Chunk:
+    return chunk._replace(payload=None)
 
 
 @contextlib.contextmanager
@@ -341,8 +282,3 @@ def _writing(out: Path) -> Iterator[None]:
             f"writing to {short_name(out)} failed ({reason(error)}): free disk space or give another folder; complete "
             f"shards are kept: {AGAIN}"
         ) from error
-
-
-def processors() -> int:
-    """The number that this process may use, which can be fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

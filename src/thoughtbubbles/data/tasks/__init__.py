@@ -1,7 +1,7 @@
 """Made-up tasks whose hard places are known, by name. `thoughtbubbles train task:NAME` trains on one."""
 
-from thoughtbubbles.data.tasks.ancestors import ANCESTORS
 from thoughtbubbles.data.tasks.chain import CHAIN
+from thoughtbubbles.data.tasks.circle import CIRCLE
 from thoughtbubbles.data.tasks.copying import COPY
 from thoughtbubbles.data.tasks.khop import KHOP
 from thoughtbubbles.data.tasks.lookups import LOOKUPS
@@ -10,7 +10,7 @@ from thoughtbubbles.data.tasks.tracking import PARITY, PERMUTE
 from thoughtbubbles.files import did_you_mean
 
 PREFIX = "task:"
-TASKS: dict[str, Task] = {task.name: task for task in (KHOP, LOOKUPS, PARITY, PERMUTE, CHAIN, ANCESTORS, COPY)}
+TASKS: dict[str, Task] = {task.name: task for task in (KHOP, LOOKUPS, PARITY, PERMUTE, CHAIN, CIRCLE, COPY)}
 
 
 def task_named(name: str) -> Task:

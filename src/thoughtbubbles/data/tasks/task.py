@@ -17,20 +17,23 @@ training never sees (`names`).
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 import numpy as np
 
-from thoughtbubbles.data.builtin import encode, write_once
+from thoughtbubbles.data.builtin import Item, encode, write_once
+from thoughtbubbles.data.workers import in_order
 
 VERSION = 3  # counts changes to the texts of any task
 VALIDATION = 4  # one text in so many, by its checksum
 VALIDATION_EXAMPLES = 512
+PART = 4096  # texts that a process makes at a time
 
 
 class Example(NamedTuple):
@@ -106,27 +109,43 @@ class Task:
 
     def examples(self, split: str, *, seed: int) -> Iterator[Example]:
         """Without end; other seeds give other texts."""
-        variant = self.variant(split)
-        for i in count():
-            found = variant.make(Random(f"{self.name} {split} {seed} {i}"))
-            if split not in ("train", "val") or is_validation(found.text) == (split == "val"):
-                yield found
+        return _numbered(count(), self.name, split, self.variant(split), seed)
+
+
+def _numbered(numbers: Iterable[int], name: str, split: str, variant: Variant, seed: int) -> Iterator[Example]:
+    """Those of the texts with these numbers that are in the split."""
+    for i in numbers:
+        found = variant.make(Random(f"{name} {split} {seed} {i}"))
+        if split not in ("train", "val") or is_validation(found.text) == (split == "val"):
+            yield found
 
 
 def is_validation(text: str) -> bool:
     return zlib.crc32(text.encode()) % VALIDATION == 0
 
 
-def write_task(folder: Path, task: Task, *, n_examples: int, seed: int) -> None:
+def write_task(folder: Path, task: Task, *, n_examples: int, seed: int, processes: int = 1) -> None:
     """Writes a prepared folder with so many training examples, and always the same validation examples."""
-    sizes = {"train": (n_examples, seed), "val": (VALIDATION_EXAMPLES, 0)}
-    items = (
-        (split, found.tokens, found.mask)
-        for split, (n, its_seed) in sizes.items()
-        for found in islice(task.examples(split, seed=its_seed), n)
-    )
     notes = {"made_by": f"task:{task.name}", "version": VERSION, "n_examples": n_examples, "seed": seed}
-    write_once(folder, items, kind="examples", notes=notes)
+    val = (("val", *_arrays(found)) for found in islice(task.examples("val", seed=0), VALIDATION_EXAMPLES))
+    with closing(_train_items(task, n_examples, seed, processes)) as train:
+        write_once(folder, chain(train, val), kind="examples", notes=notes)
+
+
+def _train_items(task: Task, n: int, seed: int, processes: int) -> Generator[Item, None, None]:
+    """The same for any number of processes."""
+    size = max(1, min(PART, n))
+    variant, starts = task.variant("train"), count(0, size)
+    with closing(in_order(_part, starts, size, task.name, variant, seed, processes=processes)) as parts:
+        yield from islice((("train", *arrays) for _, part in parts for arrays in part), n)
+
+
+def _part(first: int, size: int, name: str, variant: Variant, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [_arrays(found) for found in _numbered(range(first, first + size), name, "train", variant, seed)]
+
+
+def _arrays(found: Example) -> tuple[np.ndarray, np.ndarray]:
+    return found.tokens, found.mask
 
 
 def some(random: Random, limits: tuple[int, int]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from thoughtbubbles.data.prepare import processors
+from thoughtbubbles.data.workers import processors
 from thoughtbubbles.recipes.reproduce.study import Place
 
 POLL = 0.1  # seconds between looks at the processes

@@ -1,7 +1,7 @@
 """Which models are compared on which made-up tasks (data/tasks), and for how long each is trained.
 
     tasks         every form on every task, three seeds
-    tasks-sweep   the learning rates that these use: two forms on two tasks
+    tasks-sweep   the learning rates that these use: two forms on two tasks, four on another
 
 All forms of a task are trained with the same FLOPs: `r2` for 6,000 steps, every other one for as many as its FLOPs
 allow, with the learning rate schedule stretched. Within a seed all forms read the same examples in the same order, and
@@ -26,10 +26,12 @@ VOCABULARY = 384  # 256 bytes and end-of-text, rounded up
 FORKS = {"fork_layers": (1, 2, 3), "merge": "residual"}
 SAMPLE = 256  # training examples whose lengths stand for all
 REFERENCE = "r2"  # the form whose FLOPs all others get
-# Learning rates of the forms without fork layers and of those with them: the best ones of `tasks-sweep`, with which a
-# test compares them.
+# Learning rates of the forms without fork layers and of those with them, and in some tasks of single forms: the best
+# ones of `tasks-sweep`, with which a test compares them.
 TUNED = {"plain": 5e-4, "r2": 5e-4}
-SWEPT_TASKS, SWEPT_RATES = ("lookups", "parity"), (5e-4, 1e-3, 2e-3, 4e-3)
+TUNED_FOR = {"circle": {"plain": 1e-3, "deep": 1e-3, "r2": 1e-3, "feedback": 1e-3}}
+SWEPT = {"lookups": TUNED, "parity": TUNED, **TUNED_FOR}  # forms by task
+SWEPT_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ FORMS = {
     ),
     "feedback": Form(
         what="forks before block 1, after all originals, from the last state of the previous token too; they see forks",
-        model={**FORKS, "fork_layers": (1,), "budget": 2, "fork_reach": 512, "feedback": True, "merge": "forks"},
+        model={"fork_layers": (1,), "fork_reach": 512, "feedback": True, "merge": "forks", "scores": False},
     ),
 }
 
@@ -102,10 +104,17 @@ def task_rows() -> dict[str, TaskRow]:
 def sweep_rows() -> dict[str, TaskRow]:
     return {
         f"{task}-{form}-lr{lr:g}": TaskRow(task=task, form=form, seeds=SEEDS[:1], lr=lr)
-        for task in SWEPT_TASKS
-        for form in TUNED
+        for task, forms in SWEPT.items()
+        for form in forms
         for lr in SWEPT_RATES
     }
+
+
+def learning_rate(row: TaskRow) -> float:
+    if row.lr is not None:
+        return row.lr
+    tuned = {**TUNED, **TUNED_FOR.get(row.task, {})}
+    return tuned.get(row.form) or tuned["r2" if "fork_layers" in FORMS[row.form].model else "plain"]
 
 
 def model_of(row: TaskRow, scale: Scale = FULL) -> ModelConfig:
@@ -118,7 +127,6 @@ def run_of(name: str, row: TaskRow, seed: int, scale: Scale = FULL, *, data: str
     """`data`: the folder of `n_examples` examples."""
     model = model_of(row, scale)
     per_step = scale.rows * model.block_size
-    tuned = TUNED["r2" if model.fork_layers else "plain"]
     steps = steps_of(row, scale)
     return RunConfig(
         name=name,
@@ -127,7 +135,7 @@ def run_of(name: str, row: TaskRow, seed: int, scale: Scale = FULL, *, data: str
         tokens_per_step=per_step,
         budgets=FORMS[row.form].budgets,
         data=DataConfig(mixture=(f"{data}=1",)),  # with a weight: a path may have a "="
-        optim=OptimConfig(lr=tuned if row.lr is None else row.lr, warmup=0.05),
+        optim=OptimConfig(lr=learning_rate(row), warmup=0.05),
         save=SaveConfig(every=max(1, steps // 4), keep=1),
         eval=EvalConfig(every=max(1, steps // scale.evaluations), tokens=scale.eval_tokens, sample_tokens=0),
         log=LogConfig(every=GROUP),

@@ -11,6 +11,7 @@ from thoughtbubbles.checkpoint import find_model, load
 from thoughtbubbles.data.tasks import task_named
 from thoughtbubbles.data.tasks.task import VERSION as TASK_VERSION
 from thoughtbubbles.data.tasks.task import write_task
+from thoughtbubbles.data.workers import processors
 from thoughtbubbles.distributed import joined
 from thoughtbubbles.evals.hard_places import measure_task
 from thoughtbubbles.files import locked
@@ -31,6 +32,7 @@ from thoughtbubbles.recipes.reproduce.tasks.records import hard_accuracy, read_t
 from thoughtbubbles.recipes.reproduce.training import curve, skipped_steps, train_run, training_loss
 
 VERSION = 1
+PER_SECOND = 5000  # examples that a process makes, roughly
 
 
 class TaskStudy(Study):
@@ -56,8 +58,9 @@ class TaskStudy(Study):
         with locked(data, doing="writing", wait=True):  # rows may be started at the same time
             n = n_examples(known.task, self.scale)
             if not any(data.iterdir()):
-                print(f"writing {n:,} examples of {known.task}, {n / 1e4:.0f} seconds or so", file=sys.stderr)
-            write_task(data, task, n_examples=n, seed=seed)
+                seconds = n / PER_SECOND / processors()
+                print(f"writing {n:,} examples of {known.task}, {seconds:.0f} seconds or so", file=sys.stderr)
+            write_task(data, task, n_examples=n, seed=seed, processes=processors() if n > PER_SECOND else 1)
         config = run_of(f"{self.name}/{row}-seed{seed}", known, seed, self.scale, data=str(data))
         trained = train_run(replace(config, out=place.run(row, seed)))
         source = provenance()
