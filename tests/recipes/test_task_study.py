@@ -158,7 +158,7 @@ def test_all_forms_read_the_same_examples(done: Place):
 def test_learning_rates():
     """The tuned ones are the best of the sweep."""
     sweep = sweep_rows()
-    assert len(sweep) == 32
+    assert len(sweep) == 40
     assert run_of("x", sweep["parity-r2-lr0.0005"], 0, data="d").optim.lr == 5e-4
     for form in FORMS:
         rate = run_of("x", TaskRow(task="copy", form=form), 0, data="d").optim.lr

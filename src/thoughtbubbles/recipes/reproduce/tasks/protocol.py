@@ -1,7 +1,7 @@
 """Which models are compared on which made-up tasks (data/tasks), and for how long each is trained.
 
     tasks         every form on every task, three seeds
-    tasks-sweep   the learning rates that these use: two forms on two tasks, four on another
+    tasks-sweep   the learning rates that these use: two forms on two tasks, six on another
 
 All forms of a task are trained with the same FLOPs: `r2` for 6,000 steps, every other one for as many as its FLOPs
 allow, with the learning rate schedule stretched. Within a seed all forms read the same examples in the same order, and
@@ -29,7 +29,9 @@ REFERENCE = "r2"  # the form whose FLOPs all others get
 # Learning rates of the forms without fork layers and of those with them, and in some tasks of single forms: the best
 # ones of `tasks-sweep`, with which a test compares them.
 TUNED = {"plain": 5e-4, "r2": 5e-4}
-TUNED_FOR = {"circle": {"plain": 1e-3, "deep": 1e-3, "r2": 1e-3, "feedback": 1e-3}}
+TUNED_FOR = {
+    "circle": {"plain": 4e-3, "heads": 4e-3, "deep": 5e-4, "copy-2": 5e-4, "r2": 5e-4, "feedback": 1e-3},
+}
 SWEPT = {"lookups": TUNED, "parity": TUNED, **TUNED_FOR}  # forms by task
 SWEPT_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 
