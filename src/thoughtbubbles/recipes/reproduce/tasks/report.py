@@ -143,35 +143,51 @@ def where(records: Mapping[str, Mapping[int, Record]]) -> str:
             ]
             if ratios:
                 parts.append(f"`{task}` {form}: {statistics.fmean(ratios):.2f} × ({min(ratios):.2f}–{max(ratios):.2f})")
+    found = f"{'; '.join(parts)}." if parts else NONE_YET
     return (
         "**Do forks go where the work is?** Streams at hard positions over streams at easy ones with the same "
-        f"character: {'; '.join(parts) or NONE_YET}. In the other tasks a model can do the work before it is asked, so "
-        "their streams at the question prove nothing."
+        f"character: {found} In the other tasks a model can do the work before it is asked, so their streams at the "
+        "question prove nothing."
     )
 
 
 def whether(records: Mapping[str, Mapping[int, Record]]) -> str:
-    ahead, behind = [], []
+    ahead, apart, behind = [], [], []
     for task in TASKS:
         found = of_task(records, task)
         for form in BUBBLES:
+            name = f"`{form}` in `{task}`"
             gaps = [gap(found, form, other, lambda record: hard_accuracy(record, "val")) for other in RIVALS]
             known = [each for each in gaps if each is not None]
             if len(known) == len(RIVALS) and all(each.is_measurable and each.mean > 0 for each in known):
-                ahead.append(f"`{form}` in `{task}`")
+                ahead.append(name)
+            elif ends := separated(found, form):
+                apart.append(f"{name} (its worst {100 * ends[0]:.1f} %, their best {100 * ends[1]:.1f} %)")
             elif any(each.is_measurable and each.mean < 0 for each in known):
-                behind.append(f"`{form}` in `{task}`")
+                behind.append(name)
     rivals = ", ".join(f"`{other}`" for other in RIVALS)
-    first = f"Measurably ahead of all of {rivals}, at the same training FLOPs: {', '.join(ahead) or 'none'}."
-    second = f"Measurably behind at least one of them: {', '.join(behind) or 'none'}."
-    return f"**Do they help there?** {first} {second}"
+    return (
+        f"**Do they help there?** Measurably ahead of all of {rivals}, at the same training FLOPs: "
+        f"{', '.join(ahead) or 'none'}. Each run ahead of each of theirs, which differ too much between seeds for "
+        f"that: {', '.join(apart) or 'none'}. Measurably behind at least one of them: {', '.join(behind) or 'none'}."
+    )
+
+
+def separated(found: Records, form: str) -> tuple[float, float] | None:
+    """The worst accuracy on hard answers of all seeds, and the best of any rival's, if that is lower."""
+    own, others = found.get(form, {}), [found.get(other, {}) for other in RIVALS]
+    if min(map(len, [own, *others])) < len(SEEDS):
+        return None
+    worst = min(hard_accuracy(record, "val") for record in own.values())
+    best = max(hard_accuracy(record, "val") for other in others for record in other.values())
+    return (worst, best) if worst > best else None
 
 
 def accuracy_figure(task: str, found: Records) -> Figure:
     """By work, in and beyond the range of training."""
     series = {}
     for form, records in found.items():
-        by_work = [_by_work(record) for record in records.values()]
+        by_work = [_by_work(task, record) for record in records.values()]
         works = sorted(set.intersection(*map(set, by_work))) if by_work else []
         values = {work: [100 * each[work] for each in by_work] for work in works}
         series[form] = Series(
@@ -192,10 +208,10 @@ def accuracy_figure(task: str, found: Records) -> Figure:
     )
 
 
-def _by_work(record: Record) -> dict[int, float]:
+def _by_work(task: str, record: Record) -> dict[int, float]:
     found: dict[int, float] = {}
     for split in ("val", "deeper"):
-        if split in record["splits"]:
+        if split == "val" or split in TASKS[task].splits:
             measured = record["splits"][split]
             found |= {int(work): each for work, each in measured.get("alone", measured["accuracy"]).items()}
     return found
