@@ -1,10 +1,11 @@
 """Made-up tasks: every answer is worked out again from the text alone, by another method than the generator's."""
 
+import os
 import re
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -248,6 +249,30 @@ def test_examples_are_the_same_however_many_processes_make_them(tmp_path: Path):
     alone, together = (open_dataset(tmp_path / str(n), split="train").shards for n in (1, 2))
     assert [shard.tokens.tobytes() for shard in alone] == [shard.tokens.tobytes() for shard in together]
     assert alone[0].tokens.size == sum(len(example.tokens) for example in islice(task.examples("train", seed=3), n))
+
+
+@dataclass(frozen=True)
+class Fatal(Variant):
+    """Ends any process that makes an example of it, but the one that it was made in."""
+
+    safe: int
+
+    def make(self, random: Random) -> Example:
+        if os.getpid() != self.safe:
+            os._exit(1)
+        return Example(random.choice("abcdef"), (True,), (1,))
+
+    @property
+    def work(self) -> range:
+        return range(1, 2)
+
+
+def test_a_process_that_dies_is_reported_and_leaves_nothing(tmp_path: Path):
+    task = replace(TASKS["copy"], splits={"train": Fatal(os.getpid())})
+    with pytest.raises(ValueError, match=r"data: a process that makes examples died, .*: run it again"):
+        write_task(tmp_path / "data", task, n_examples=10, seed=3, processes=2)
+    assert list(tmp_path.iterdir()) == []
+    write_task(tmp_path / "data", task, n_examples=10, seed=3)
 
 
 def test_the_last_two_cups_follow_from_the_others():

@@ -224,7 +224,8 @@ def _fill(
     counted = output.state.counts["train"].documents if n_val else output.documents
     left = sys.maxsize if limit is None else limit - counted
     saved, shards, place = time.monotonic(), output.n_shards, output.state.place
-    encoded = in_order(encode_chunk, chunks, tok, processes=processes, kept=_without_payload)
+    name = f"--processes {processes}"
+    encoded = in_order(encode_chunk, chunks, tok, processes=processes, name=name, kept=_without_payload)
     with contextlib.closing(output), contextlib.closing(encoded):
         try:
             for chunk, found in encoded if left else ():
@@ -251,7 +252,7 @@ def _fill(
                 output.save(place)
             raise ValueError(
                 f"a tokenizing process died, perhaps killed because memory ran out; nothing is lost: {AGAIN} "
-                f"(with fewer than --processes {processes} if memory is short)"
+                f"(with fewer than {name} if memory is short)"
             ) from None
 
 

@@ -18,7 +18,6 @@ Found = TypeVar("Found")
 
 PATIENCE = 5.0  # seconds without a result before checking that all processes are alive
 AHEAD = 3  # items in flight per process
-OPTION = "--processes"  # that chooses how many there are
 
 
 def in_order(
@@ -26,11 +25,13 @@ def in_order(
     items: Iterable[Item],
     *shared: Any,
     processes: int,
+    name: str,
     kept: Callable[[Item], Item] = lambda item: item,
 ) -> Generator[tuple[Item, Found], None, None]:
     """Each item with `function(item, *shared)`; with one process, computed in this one.
 
     shared  the same for all items: each process gets it when it starts, so that building it takes no time later
+    name    what the caller calls the number of processes, for errors
     kept    what is handed back of an item, which may be large
 
     Raises BrokenProcessPool if a process dies.
@@ -41,13 +42,13 @@ def in_order(
         return
     waiting: deque[tuple[Item, Future[Found]]] = deque()
     # Spawned, not forked: a fork would share this process's threads and open files.
-    with named(f"{OPTION} {processes}", "give fewer"):
+    with named(name, "give fewer"):
         pool = ProcessPoolExecutor(
             processes, mp_context=multiprocessing.get_context("spawn"), initializer=_start, initargs=shared
         )
     try:
         for item in items:
-            with named(f"{OPTION} {processes}", "give fewer"):  # submit starts processes on demand
+            with named(name, "give fewer"):  # submit starts processes on demand
                 waiting.append((kept(item), pool.submit(function, item, *shared)))
             if len(waiting) > AHEAD * processes:
                 first, future = waiting.popleft()

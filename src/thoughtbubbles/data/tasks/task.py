@@ -18,6 +18,7 @@ training never sees (`names`).
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, count, islice
@@ -129,14 +130,19 @@ def write_task(folder: Path, task: Task, *, n_examples: int, seed: int, processe
     notes = {"made_by": f"task:{task.name}", "version": VERSION, "n_examples": n_examples, "seed": seed}
     val = (("val", *_arrays(found)) for found in islice(task.examples("val", seed=0), VALIDATION_EXAMPLES))
     with closing(_train_items(task, n_examples, seed, processes)) as train:
-        write_once(folder, chain(train, val), kind="examples", notes=notes)
+        try:
+            write_once(folder, chain(train, val), kind="examples", notes=notes)
+        except BrokenProcessPool:
+            raise ValueError(
+                f"{folder}: a process that makes examples died, perhaps killed because memory ran out: run it again"
+            ) from None
 
 
 def _train_items(task: Task, n: int, seed: int, processes: int) -> Generator[Item, None, None]:
     """The same for any number of processes."""
     size = max(1, min(PART, n))
-    variant, starts = task.variant("train"), count(0, size)
-    with closing(in_order(_part, starts, size, task.name, variant, seed, processes=processes)) as parts:
+    name, shared = f"processes = {processes}", (size, task.name, task.variant("train"), seed)
+    with closing(in_order(_part, count(0, size), *shared, processes=processes, name=name)) as parts:
         yield from islice((("train", *arrays) for _, part in parts for arrays in part), n)
 
 
