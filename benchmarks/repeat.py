@@ -87,7 +87,8 @@ def losses_of(case: str, steps: int, without: str, processes: int, device: str) 
         codes = [process.wait() for process in running]
         for place, code in zip(places, codes, strict=True):
             if code:
-                raise SystemExit(f"{case}: a process ended with exit code {code}\n{(place / 'log').read_text()[-2000:]}")
+                said = (place / "log").read_text()[-2000:]
+                raise SystemExit(f"{case}: a process ended with exit code {code}\n{said}")
         return [json.loads((place / "losses.json").read_text()) for place in places]
 
 
