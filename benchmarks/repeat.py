@@ -19,7 +19,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from common import write_results
@@ -29,6 +29,7 @@ from thoughtbubbles.recipes.reproduce.tasks.protocol import run_of, task_rows
 from thoughtbubbles.train.config import ComputeConfig, DataConfig, EvalConfig, LogConfig, RunConfig, SaveConfig
 from thoughtbubbles.train.loop import train
 
+Device = Literal["cpu", "cuda"]
 CASES = ("circle-plain", "circle-copy-2", "circle-r2", "circle-feedback", "long-plain", "long-r2")
 LONG = "long-"
 # What may be left out, as environment variables and settings of the run.
@@ -42,7 +43,7 @@ WITHOUT: dict[str, tuple[dict[str, str], ComputeConfig]] = {
 }
 
 
-def run_for(case: str, steps: int, compute: ComputeConfig, out: Path) -> RunConfig:
+def run_for(case: str, steps: int, compute: ComputeConfig, out: Path, device: Device) -> RunConfig:
     """The first steps of a row; with the settings of the whole row but for its schedule."""
     if case.startswith(LONG):
         row, settings = case.removeprefix(LONG), {"protocol": "long", "seed": 0, "data": "synthetic"}
@@ -55,6 +56,7 @@ def run_for(case: str, steps: int, compute: ComputeConfig, out: Path) -> RunConf
     return replace(
         run,
         out=out,
+        device=device,
         data=data,
         tokens=steps * run.tokens_per_step,
         compute=compute,
@@ -64,8 +66,8 @@ def run_for(case: str, steps: int, compute: ComputeConfig, out: Path) -> RunConf
     )
 
 
-def worker(case: str, steps: int, without: str, out: Path) -> None:
-    train(run_for(case, steps, WITHOUT[without][1], out / "run"))
+def worker(case: str, steps: int, without: str, out: Path, device: Device) -> None:
+    train(run_for(case, steps, WITHOUT[without][1], out / "run", device))
     lines = (out / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [float(line["loss"]).hex() for line in map(json.loads, lines) if "loss" in line]
     (out / "losses.json").write_text(json.dumps(losses))
@@ -75,16 +77,20 @@ def losses_of(case: str, steps: int, without: str, processes: int, device: str) 
     """Of every process."""
     with tempfile.TemporaryDirectory() as folder:
         places = [Path(folder) / str(i) for i in range(processes)]
-        running = []
-        for place in places:
-            place.mkdir()
-            own = {"TORCHINDUCTOR_CACHE_DIR": str(place / "compiled"), **WITHOUT[without][0]}
-            hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-            words = [sys.executable, __file__, "--worker", str(place), "--cases", case, "--steps", str(steps)]
-            words += ["--without", without]
-            log = (place / "log").open("wb")
-            running.append(subprocess.Popen(words, stdout=log, stderr=log, env={**os.environ, **own, **hidden}))
-        codes = [process.wait() for process in running]
+        running: list[subprocess.Popen[bytes]] = []
+        try:
+            for place in places:
+                place.mkdir()
+                own = {"TORCHINDUCTOR_CACHE_DIR": str(place / "compiled"), **WITHOUT[without][0]}
+                words = [sys.executable, __file__, "--worker", str(place), "--cases", case, "--without", without]
+                words += ["--steps", str(steps), "--device", device]
+                with (place / "log").open("wb") as log:
+                    running.append(subprocess.Popen(words, stdout=log, stderr=log, env={**os.environ, **own}))
+            codes = [process.wait() for process in running]
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
         for place, code in zip(places, codes, strict=True):
             if code:
                 said = (place / "log").read_text()[-2000:]
@@ -119,7 +125,7 @@ def main() -> None:
     if arguments.steps < 1 or arguments.processes < 2:
         parser.error("--steps: 1 or more; --processes: 2 or more")
     if arguments.worker:
-        worker(arguments.cases[0], arguments.steps, arguments.without[0], arguments.worker)
+        worker(arguments.cases[0], arguments.steps, arguments.without[0], arguments.worker, arguments.device)
         return
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("this benchmark is about a GPU, but none is available; use --device cpu to try it")

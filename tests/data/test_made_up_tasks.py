@@ -225,21 +225,23 @@ def test_every_letter_is_asked_for_once():
 
 def test_nobody_in_the_circle_is_likelier_than_another():
     """Whatever the places to go on: counted from the beginning of the round, and from that of the introductions."""
-    for split in ("train", "longer"):
-        in_round: dict[str, Counter[float]] = {}
-        introduced: dict[str, Counter[float]] = {}
-        for example in some_of("circle", split, n=3000):
+    for split, sizes in (("train", range(6, 10)), ("longer", range(10, 12))):
+        found: dict[tuple[int, str, str], Counter[int]] = {}
+        right, n_asked = 0.0, 0
+        for example in some_of("circle", split, n=4000):
             given, walk, questions = example.text.split(";")
-            asked = re.findall(r"(.)(.)=(.)", questions)
+            n, asked = len(given) // 2, re.findall(r"(.)(.)=(.)", questions)
             assert sorted(name for _, name, _ in asked) == sorted(given[::2])  # each once
+            right, n_asked = right + n / (n - 1), n_asked + n
             for places, name, answer in asked:
                 assert answer != name.lower()
-                in_round.setdefault(places, Counter())[(walk.index(answer) - 2) / len(walk[2:])] += 1
-                introduced.setdefault(places, Counter())[given[1::2].index(answer) / len(walk[2:])] += 1
-        for places in in_round:
-            for counts in (in_round[places], introduced[places]):
-                share = counts.most_common(1)[0][1] / counts.total()
-                assert share < TASKS["circle"].chance(int(places)) + 0.03
+                found.setdefault((n, places, "round"), Counter())[walk.index(answer) - 2] += 1
+                found.setdefault((n, places, "introduced"), Counter())[given[1::2].index(answer)] += 1
+        assert {n for n, _, _ in found} == set(sizes)
+        for (n, _, _), counts in found.items():
+            total = counts.total()
+            assert counts.most_common(1)[0][1] < total / n + 4 * (total / n) ** 0.5
+        assert TASKS["circle"].guess(split, 1) == pytest.approx(right / n_asked, abs=1e-3)
 
 
 def test_examples_are_the_same_however_many_processes_make_them(tmp_path: Path):
@@ -310,7 +312,7 @@ def test_nothing_beats_chance_without_the_text():
                     continue
                 found = found[::3]
             share = max(found.count(each) for each in set(found)) / len(found)
-            chance = 0.2 if name == "permute" else task.chance(work)
+            chance = 0.2 if name == "permute" else task.guess("train", work)
             assert share < chance + 4 * (chance / len(found)) ** 0.5, (name, work)
 
 

@@ -26,12 +26,13 @@ def in_order(
     *shared: Any,
     processes: int,
     name: str,
+    remedy: str = "give fewer",
     kept: Callable[[Item], Item] = lambda item: item,
 ) -> Generator[tuple[Item, Found], None, None]:
     """Each item with `function(item, *shared)`; with one process, computed in this one.
 
     shared  the same for all items: each process gets it when it starts, so that building it takes no time later
-    name    what the caller calls the number of processes, for errors
+    name    what the caller calls the number of processes, and what to do about it: for errors
     kept    what is handed back of an item, which may be large
 
     Raises BrokenProcessPool if a process dies.
@@ -42,13 +43,13 @@ def in_order(
         return
     waiting: deque[tuple[Item, Future[Found]]] = deque()
     # Spawned, not forked: a fork would share this process's threads and open files.
-    with named(name, "give fewer"):
+    with named(name, remedy):
         pool = ProcessPoolExecutor(
             processes, mp_context=multiprocessing.get_context("spawn"), initializer=_start, initargs=shared
         )
     try:
         for item in items:
-            with named(name, "give fewer"):  # submit starts processes on demand
+            with named(name, remedy):  # submit starts processes on demand
                 waiting.append((kept(item), pool.submit(function, item, *shared)))
             if len(waiting) > AHEAD * processes:
                 first, future = waiting.popleft()

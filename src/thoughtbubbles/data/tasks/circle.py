@@ -60,5 +60,7 @@ CIRCLE = Task(
     splits={"train": Circle(), "longer": Circle(people=(10, 11))},
     block_size=88,
     is_forced=False,
-    chance=lambda work: 0.16,  # anybody else: the mean of 1/5 to 1/8
+    # Anybody else: one of n − 1 for each of n questions, with n from 6 to 9, or 10 and 11.
+    chance=lambda work: 0.154,
+    other_chance={"longer": 0.105},
 )

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from pathlib import Path
 from random import Random
@@ -104,6 +104,11 @@ class Task:
     """Whether the work can only be done at the hard position."""
     chance: Callable[[int], float]
     """The share of answers with this work that a guess among the possible ones gets right."""
+    other_chance: Mapping[str, float] = field(default_factory=dict)
+    """The same in splits where it is another, whatever the work."""
+
+    def guess(self, split: str, work: int) -> float:
+        return self.other_chance[split] if split in self.other_chance else self.chance(work)
 
     def variant(self, split: str) -> Variant:
         return self.splits["train" if split == "val" else split]
@@ -141,8 +146,10 @@ def write_task(folder: Path, task: Task, *, n_examples: int, seed: int, processe
 def _train_items(task: Task, n: int, seed: int, processes: int) -> Generator[Item, None, None]:
     """The same for any number of processes."""
     size = max(1, min(PART, n))
-    name, shared = f"processes = {processes}", (size, task.name, task.variant("train"), seed)
-    with closing(in_order(_part, count(0, size), *shared, processes=processes, name=name)) as parts:
+    shared = (size, task.name, task.variant("train"), seed)
+    name, remedy = f"{processes} processes", "end other programs, or allow more open files (ulimit -n)"
+    made = in_order(_part, count(0, size), *shared, processes=processes, name=name, remedy=remedy)
+    with closing(made) as parts:
         yield from islice((("train", *arrays) for _, part in parts for arrays in part), n)
 
 

@@ -56,8 +56,9 @@ def forms_table() -> str:
 def _chance(task: str, splits: Sequence[str]) -> list[str]:
     """A guess among the possible answers, for the same columns."""
     known, hard = TASKS[task], list(TASKS[task].variant("train").work)
-    ranges = [hard[len(hard) // 2 :], *([hard] if hard else []), *(list(known.variant(s).work) for s in splits[1:])]
-    shares = (statistics.fmean(map(known.chance, works or [0])) for works in ranges)
+    ranges = [("val", hard[len(hard) // 2 :]), *([("val", hard)] if hard else [])]
+    ranges += [(split, list(known.variant(split).work)) for split in splits[1:]]
+    shares = (statistics.fmean(known.guess(split, work) for work in works or [0]) for split, works in ranges)
     return ["", "a guess", "", "", *(f"{100 * share:.1f} %" for share in shares), "–"]
 
 
@@ -168,8 +169,8 @@ def whether(records: Mapping[str, Mapping[int, Record]]) -> str:
     rivals = ", ".join(f"`{other}`" for other in RIVALS)
     return (
         f"**Do they help there?** Measurably ahead of all of {rivals}, at the same training FLOPs: "
-        f"{', '.join(ahead) or 'none'}. Each run ahead of each of theirs, which differ too much between seeds for "
-        f"that: {', '.join(apart) or 'none'}. Measurably behind at least one of them: {', '.join(behind) or 'none'}."
+        f"{', '.join(ahead) or 'none'}. Not measurable over so few seeds, but every run is ahead of every run of "
+        f"theirs: {', '.join(apart) or 'none'}. Measurably behind at least one of them: {', '.join(behind) or 'none'}."
     )
 
 
