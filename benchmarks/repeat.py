@@ -2,11 +2,15 @@
 
     python benchmarks/repeat.py                                            every case as it is: minutes on a GPU
     python benchmarks/repeat.py --cases circle-r2 --without all            with one thing after another left out
+    python benchmarks/repeat.py --cases circle-r2 --operators              each operator's results, nothing compiled
     python benchmarks/repeat.py --device cpu --cases circle-r2 --steps 3   to try the command
 
 Processes that share a GPU disturb each other's timing, and each has a cache of its own for compiled code, as another
 machine would. So what is chosen by timing, or depends on which program comes first, shows as losses that differ.
 `--without` finds the cause: whatever makes losses equal when it is left out.
+
+`--operators` runs each operator of the first steps several times on the same inputs. It names those that gave more than
+one result within a process, and the first whose results differ between processes.
 
 Cases are rows of `thoughtbubbles reproduce tasks`, and of `long` (with long- before their name) on synthetic text.
 """
@@ -23,6 +27,7 @@ from typing import Any, Literal
 
 import torch
 from common import write_results
+from operators import Recorder, compare_operators
 
 from thoughtbubbles.recipes.reproduce.protocols import protocol
 from thoughtbubbles.recipes.reproduce.tasks.protocol import run_of, task_rows
@@ -40,7 +45,10 @@ WITHOUT: dict[str, tuple[dict[str, str], ComputeConfig]] = {
     "cuda-graph": ({}, ComputeConfig(graph=False)),
     "both": ({}, ComputeConfig(compile=False, graph=False)),
     "shared-cublas-workspace": ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, ComputeConfig()),
+    "operators": ({}, ComputeConfig(compile=False, graph=False)),  # for --operators
 }
+OPERATORS, OPERATOR_STEPS, TIMES = "operators", 2, 8  # TIMES: how often each operator runs
+FOUND = "found.json"  # of a process
 
 
 def run_for(case: str, steps: int, compute: ComputeConfig, out: Path, device: Device) -> RunConfig:
@@ -67,14 +75,20 @@ def run_for(case: str, steps: int, compute: ComputeConfig, out: Path, device: De
 
 
 def worker(case: str, steps: int, without: str, out: Path, device: Device) -> None:
-    train(run_for(case, steps, WITHOUT[without][1], out / "run", device))
+    run = run_for(case, steps, WITHOUT[without][1], out / "run", device)
+    if without == OPERATORS:
+        with Recorder(device, TIMES) as recorder:
+            train(run)
+        (out / FOUND).write_text(json.dumps([recorder.names, recorder.sums()]))
+        return
+    train(run)
     lines = (out / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [float(line["loss"]).hex() for line in map(json.loads, lines) if "loss" in line]
-    (out / "losses.json").write_text(json.dumps(losses))
+    (out / FOUND).write_text(json.dumps(losses))
 
 
-def losses_of(case: str, steps: int, without: str, processes: int, device: str) -> list[list[str]]:
-    """Of every process."""
+def found_by(case: str, steps: int, without: str, processes: int, device: str) -> list[Any]:
+    """The losses of every process, or its operators."""
     with tempfile.TemporaryDirectory() as folder:
         places = [Path(folder) / str(i) for i in range(processes)]
         running: list[subprocess.Popen[bytes]] = []
@@ -95,7 +109,7 @@ def losses_of(case: str, steps: int, without: str, processes: int, device: str) 
             if code:
                 said = (place / "log").read_text()[-2000:]
                 raise SystemExit(f"{case}: a process ended with exit code {code}\n{said}")
-        return [json.loads((place / "losses.json").read_text()) for place in places]
+        return [json.loads((place / FOUND).read_text()) for place in places]
 
 
 def compare(found: list[list[str]]) -> dict[str, Any]:
@@ -114,6 +128,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--cases", nargs="+", default=list(CASES), help="rows (default: %(default)s)")
     parser.add_argument("--without", nargs="+", choices=[*WITHOUT, "all"], default=["nothing"])
+    parser.add_argument("--operators", action="store_true", help=f"each operator of {OPERATOR_STEPS} steps instead")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--out", type=Path, help="folder (default: benchmarks/results)")
@@ -129,14 +144,20 @@ def main() -> None:
         return
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("this benchmark is about a GPU, but none is available; use --device cpu to try it")
+    steps = OPERATOR_STEPS if arguments.operators else arguments.steps
+    every = [without for without in WITHOUT if without != OPERATORS]
+    variants = [OPERATORS] if arguments.operators else every if "all" in arguments.without else arguments.without
     results = []
     for case in arguments.cases:
-        for without in WITHOUT if "all" in arguments.without else arguments.without:
-            found = losses_of(case, arguments.steps, without, arguments.processes, arguments.device)
-            results.append({"case": case, "without": without, **compare(found)})
+        for without in variants:
+            found = found_by(case, steps, without, arguments.processes, arguments.device)
+            of_operators = without == OPERATORS
+            said = compare_operators(found) if of_operators else {"without": without, **compare(found)}
+            results.append({"case": case, **said})
             print(json.dumps(results[-1]), flush=True)
-            numbers = {"steps": arguments.steps, "processes": arguments.processes, "cases": results}
-            write_results("repeat", arguments.device, numbers, to=arguments.out)
+            numbers = {"steps": steps, "processes": arguments.processes, "cases": results}
+            name = "repeat-operators" if of_operators else "repeat"
+            write_results(name, arguments.device, numbers, to=arguments.out)
 
 
 if __name__ == "__main__":

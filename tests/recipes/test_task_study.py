@@ -24,6 +24,7 @@ from thoughtbubbles.recipes.reproduce.tasks.protocol import (
     Scale,
     TaskRow,
     flops_per_row,
+    forms_of,
     model_of,
     n_examples,
     run_of,
@@ -88,7 +89,16 @@ def test_forms_are_what_they_say():
     assert 2 * feedback.n_layer - feedback.fork_layers[0] == deep.n_layer  # blocks before and after a fork starts
     elastic = run_of("x", TaskRow(task="khop", form="r2-elastic"), 0, data="d")
     assert elastic.budgets == (1.0, elastic.model.budget)
-    assert task_rows().keys() == {f"{task}-{form}" for task in TASKS for form in FORMS}
+    assert forms_of("circle") == list(FORMS)
+    assert set(FORMS) - set(forms_of("khop")) == {"forked", "feedback-private", "feedback-residual"}
+    for form, changes in {
+        "forked": {"feedback": False, "fork_reach": None},
+        "feedback-private": {"fork_reach": 0},
+        "feedback-residual": {"merge": "residual"},
+    }.items():
+        of_circle = [model_of(TaskRow(task="circle", form=name)) for name in (form, "feedback")]
+        assert of_circle[0] == replace(of_circle[1], **changes)
+    assert task_rows().keys() == {f"{task}-{form}" for task in TASKS for form in forms_of(task)}
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +169,7 @@ def test_all_forms_read_the_same_examples(done: Place):
 def test_learning_rates():
     """The tuned ones are the best of the sweep."""
     sweep = sweep_rows()
-    assert len(sweep) == 40
+    assert len(sweep) == 52
     assert run_of("x", sweep["parity-r2-lr0.0005"], 0, data="d").optim.lr == 5e-4
     for form in FORMS:
         rate = run_of("x", TaskRow(task="copy", form=form), 0, data="d").optim.lr

@@ -1,7 +1,7 @@
 """Which models are compared on which made-up tasks (data/tasks), and for how long each is trained.
 
-    tasks         every form on every task, three seeds
-    tasks-sweep   the learning rates that these use: two forms on two tasks, six on another
+    tasks         every form on every task, three seeds; on `circle` also `feedback` with one thing left out at a time
+    tasks-sweep   the learning rates that these use: two forms on two tasks, nine on another
 
 All forms of a task are trained with the same FLOPs: `r2` for 6,000 steps, every other one for as many as its FLOPs
 allow, with the learning rate schedule stretched. Within a seed all forms read the same examples in the same order, and
@@ -30,7 +30,17 @@ REFERENCE = "r2"  # the form whose FLOPs all others get
 # ones of `tasks-sweep`, with which a test compares them.
 TUNED = {"plain": 5e-4, "r2": 5e-4}
 TUNED_FOR = {
-    "circle": {"plain": 4e-3, "heads": 2e-3, "deep": 5e-4, "copy-2": 2e-3, "r2": 5e-4, "feedback": 1e-3},
+    "circle": {
+        "plain": 4e-3,
+        "heads": 2e-3,
+        "deep": 5e-4,
+        "copy-2": 2e-3,
+        "r2": 5e-4,
+        "feedback": 1e-3,
+        "forked": 1e-3,
+        "feedback-private": 1e-3,
+        "feedback-residual": 1e-3,
+    },
 }
 SWEPT = {"lookups": TUNED, "parity": TUNED, **TUNED_FOR}  # forms by task
 SWEPT_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
@@ -62,8 +72,11 @@ class Form:
     """Fields of the model that differ from plain."""
     budgets: tuple[float, ...] = ()
     """Of which each step draws one, instead of the model's own."""
+    tasks: tuple[str, ...] = tuple(TASKS)
+    """On which it is run."""
 
 
+FEEDBACK = {"fork_layers": (1,), "fork_reach": 512, "feedback": True, "merge": "forks", "scores": False}
 FORMS = {
     "plain": Form(what="plain GPT, 2 heads", model={}),
     "heads": Form(what="plain GPT, 4 heads", model={"n_head": 4}),
@@ -80,7 +93,20 @@ FORMS = {
     ),
     "feedback": Form(
         what="forks before block 1, after all originals, from the last state of the previous token too; they see forks",
-        model={"fork_layers": (1,), "fork_reach": 512, "feedback": True, "merge": "forks", "scores": False},
+        model=FEEDBACK,
+    ),
+    "forked": Form(
+        what="`feedback` without feedback: forks go through the blocks beside the originals, and all streams see all",
+        model={**FEEDBACK, "fork_reach": None, "feedback": False},
+        tasks=("circle",),
+    ),
+    "feedback-private": Form(
+        what="`feedback`, but forks do not see forks", model={**FEEDBACK, "fork_reach": 0}, tasks=("circle",)
+    ),
+    "feedback-residual": Form(
+        what="`feedback`, but the mean of original and fork predicts",
+        model={**FEEDBACK, "merge": "residual"},
+        tasks=("circle",),
     ),
 }
 
@@ -99,8 +125,12 @@ class TaskRow:
         return f"{TASKS[self.task].what}; {FORMS[self.form].what}{rate}"
 
 
+def forms_of(task: str) -> list[str]:
+    return [form for form, settings in FORMS.items() if task in settings.tasks]
+
+
 def task_rows() -> dict[str, TaskRow]:
-    return {f"{task}-{form}": TaskRow(task=task, form=form) for task in TASKS for form in FORMS}
+    return {f"{task}-{form}": TaskRow(task=task, form=form) for task in TASKS for form in forms_of(task)}
 
 
 def sweep_rows() -> dict[str, TaskRow]:

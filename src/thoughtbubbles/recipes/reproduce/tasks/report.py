@@ -14,13 +14,13 @@ from thoughtbubbles.recipes.reproduce.compare_rows import Difference, of_seeds
 from thoughtbubbles.recipes.reproduce.figures import Figure, Series, rounded
 from thoughtbubbles.recipes.reproduce.study import Record
 from thoughtbubbles.recipes.reproduce.tables import NONE_YET, markdown
-from thoughtbubbles.recipes.reproduce.tasks.protocol import FORMS, SEEDS, SWEPT_RATES, sweep_rows
+from thoughtbubbles.recipes.reproduce.tasks.protocol import FORMS, SEEDS, SWEPT_RATES, forms_of, sweep_rows
 from thoughtbubbles.recipes.reproduce.tasks.records import accuracy, hard_accuracy, hard_streams, streams
 
 Records = Mapping[str, Mapping[int, Record]]  # of a task, by form and seed
 RIVALS = ("plain", "heads", "deep", "r1", "copy-2")  # what bubbles have to beat, at the same FLOPs
-CHOOSING = ("r1.25", "r2", "r4", "r2-elastic")  # which tokens fork; in `feedback` every one does
-BUBBLES = (*CHOOSING, "feedback")
+CHOOSING = ("r1.25", "r2", "r4", "r2-elastic")  # which tokens fork; in all others every one does
+BUBBLES = (*CHOOSING, "feedback", "forked", "feedback-private", "feedback-residual")
 FORKING = ("block-r2", "block-r4", *CHOOSING)
 
 
@@ -40,7 +40,7 @@ def task_table(task: str, found: Records) -> str:
         "streams: hard, easy with the same character, easy",
     )
     lines = [_line(task, form, found[form], splits) for form in FORMS if form in found]
-    missing = ", ".join(f"`{form}`" for form in FORMS if form not in found)
+    missing = ", ".join(f"`{form}`" for form in forms_of(task) if form not in found)
     parts = [markdown(headings, [*lines, _chance(task, splits)])] if found else []
     parts += [f"Planned, {len(SEEDS)} seeds each, not run: {missing}."] if missing else []
     example = next(TASKS[task].examples("val", seed=0)).text
