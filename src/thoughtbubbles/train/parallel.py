@@ -82,8 +82,9 @@ def _compile(model: Thoughtbubbles, *, blocks: bool) -> None:
     # Every fork layer may have its own shape, for each budget, in training and in evaluation; none may silently fall
     # back to eager.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-    # Else each process times several ways to split a sum and takes the fastest: runs would differ in the last bits.
+    # Else each process times several forms of a kernel and takes the fastest: runs would differ in the last bits.
     torch._inductor.config.deterministic = True
+    torch._inductor.config.triton.autotune_pointwise = False
     for part in [*(model.blocks if blocks else ()), *model.forks.values()]:
         part.compile(dynamic=False)
     model.feedback_steps = Steps(*(torch.compile(step, dynamic=False) for step in model.feedback_steps))  # type: ignore[arg-type]

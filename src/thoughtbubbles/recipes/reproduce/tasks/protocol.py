@@ -37,9 +37,9 @@ TUNED_FOR = {
         "copy-2": 2e-3,
         "r2": 5e-4,
         "feedback": 1e-3,
-        "forked": 1e-3,
+        "forked": 4e-3,
         "feedback-private": 1e-3,
-        "feedback-residual": 1e-3,
+        "feedback-residual": 5e-4,
     },
 }
 SWEPT = {"lookups": TUNED, "parity": TUNED, **TUNED_FOR}  # forms by task
