@@ -7,6 +7,7 @@ casting is off: it would round the log scores, and so change the selection.
 
 import warnings
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,11 @@ from thoughtbubbles.model.config import OURS
 from thoughtbubbles.model.feedback import Steps
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import ComputeConfig
+
+# Static shapes: a graph with dynamic ones would lose much of the speed. Deterministic: else each process times several
+# ways to compute a sum and takes the fastest, and runs differ in their last bits. It is an option of every compilation
+# because Dynamo switches the global setting off after the first one.
+COMPILATION: dict[str, Any] = {"dynamic": False, "options": {"deterministic": True}}
 
 
 def find_precision(compute: ComputeConfig, device: str) -> str:
@@ -75,22 +81,16 @@ def uses_graph(compute: ComputeConfig, world: World) -> bool:
 
 
 def _compile(model: Thoughtbubbles, *, blocks: bool) -> None:
-    """Regional compilation: blocks (if asked for) and fork layers of the same shape share one compilation.
-
-    Shapes are static, since a graph with dynamic shapes would lose much of the speed.
-    """
+    """Regional compilation: blocks (if asked for) and fork layers of the same shape share one compilation."""
     # Every fork layer may have its own shape, for each budget, in training and in evaluation; none may silently fall
     # back to eager.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-    # Else each process times several forms of a kernel and takes the fastest: runs would differ in the last bits.
-    torch._inductor.config.deterministic = True
-    torch._inductor.config.triton.autotune_pointwise = False
     for part in [*(model.blocks if blocks else ()), *model.forks.values()]:
-        part.compile(dynamic=False)
-    model.feedback_steps = Steps(*(torch.compile(step, dynamic=False) for step in model.feedback_steps))  # type: ignore[arg-type]
-    model.apply_update = torch.compile(model.apply_update, dynamic=False)  # type: ignore[method-assign]
-    model.layout = torch.compile(model.layout, dynamic=False)  # type: ignore[method-assign]
-    model.mean_nll = torch.compile(model.mean_nll, dynamic=False)  # type: ignore[method-assign]
+        part.compile(**COMPILATION)
+    model.feedback_steps = Steps(*(torch.compile(step, **COMPILATION) for step in model.feedback_steps))  # type: ignore[arg-type]
+    model.apply_update = torch.compile(model.apply_update, **COMPILATION)  # type: ignore[method-assign]
+    model.layout = torch.compile(model.layout, **COMPILATION)  # type: ignore[method-assign]
+    model.mean_nll = torch.compile(model.mean_nll, **COMPILATION)  # type: ignore[method-assign]
 
 
 def _shard(model: Thoughtbubbles, world: World, precision: str) -> None:
