@@ -7,7 +7,8 @@
 
 Processes that share a GPU disturb each other's timing, and each has a cache of its own for compiled code, as another
 machine would. So what is chosen by timing, or depends on which program comes first, shows as losses that differ.
-`--without` finds the cause: whatever makes losses equal when it is left out.
+`--without` finds the cause: whatever makes losses equal when it is left out. Without `fixed-choices` they should
+differ, which shows that the benchmark can see it.
 
 `--operators` runs each operator of the first steps several times on the same inputs. It names those that gave more than
 one result within a process, and the first whose results differ between processes.
@@ -31,16 +32,18 @@ from operators import Recorder, compare_operators
 
 from thoughtbubbles.recipes.reproduce.protocols import protocol
 from thoughtbubbles.recipes.reproduce.tasks.protocol import run_of, task_rows
+from thoughtbubbles.train import parallel
 from thoughtbubbles.train.config import ComputeConfig, DataConfig, EvalConfig, LogConfig, RunConfig, SaveConfig
 from thoughtbubbles.train.loop import train
 
 Device = Literal["cpu", "cuda"]
 CASES = ("circle-plain", "circle-copy-2", "circle-r2", "circle-feedback", "long-plain", "long-r2")
 LONG = "long-"
+FIXED_CHOICES = "fixed-choices"
 # What may be left out, as environment variables and settings of the run.
 WITHOUT: dict[str, tuple[dict[str, str], ComputeConfig]] = {
     "nothing": ({}, ComputeConfig()),
-    "choices-by-timing": ({"TORCHINDUCTOR_DETERMINISTIC": "1"}, ComputeConfig()),
+    FIXED_CHOICES: ({}, ComputeConfig()),  # the compiler then times several forms of a sum, as it does by default
     "compiling": ({}, ComputeConfig(compile=False)),
     "cuda-graph": ({}, ComputeConfig(graph=False)),
     "both": ({}, ComputeConfig(compile=False, graph=False)),
@@ -81,6 +84,8 @@ def worker(case: str, steps: int, without: str, out: Path, device: Device) -> No
             train(run)
         (out / FOUND).write_text(json.dumps([recorder.names, recorder.sums()]))
         return
+    if without == FIXED_CHOICES:
+        parallel.COMPILATION = {"dynamic": False}
     train(run)
     lines = (out / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [float(line["loss"]).hex() for line in map(json.loads, lines) if "loss" in line]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import LOW_PRECISION_TRAINING, SAME_TRAINING
+from helpers import LOW_PRECISION_TRAINING, SAME_TRAINING, run_probe
 from thoughtbubbles.train.loop import train
 from train.ranks import FLOAT64
 from train.runs import environment, losses, metrics, small_run, tensors, uneven_examples
@@ -53,6 +53,15 @@ def forget_after(run: Path, step: int) -> None:
     for folder in run.glob("step-*"):
         if int(folder.name[5:]) > step:
             shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_all_compiled_sums_are_chosen_by_rule():
+    """Else two processes compute them in different ways and get other bits. Dynamo resets the global setting."""
+    graphs = run_probe("train.compile_probe")
+    assert {backward for backward, _ in graphs} == {True, False}
+    assert len(graphs) > 4
+    assert all(deterministic for _, deterministic in graphs), graphs
 
 
 @pytest.mark.slow
