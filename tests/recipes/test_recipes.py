@@ -76,15 +76,18 @@ def test_small_gpt2_is_tiny_with_a_longer_context():
     assert small == replace(tiny, vocab_size=50304, block_size=256, fork_reach=32)
 
 
-def test_about_40_names_and_two_for_each_task():
-    assert 35 <= len(RECIPES) - 2 * len(TASKS) <= 45
+def test_about_40_names_and_three_for_each_task():
+    assert 35 <= len(RECIPES) - 3 * len(TASKS) <= 45
     assert len({recipe.group for recipe in RECIPES.values()}) == 7
     for name in TASKS:
-        bubbles, plain = recipe(f"task:{name}"), recipe(f"task:{name}-plain")
-        assert plain == replace(
-            bubbles, name=plain.name, model=replace(bubbles.model, fork_layers=(), merge="original")
-        )
-        assert bubbles.model.block_size == TASKS[name].block_size
+        fed, chosen, plain = (recipe(f"task:{name}{form}") for form in ("", "-causal", "-plain"))
+        assert fed.model.feedback
+        assert not fed.model.scores
+        assert chosen.model.chooses_forks
+        assert chosen.model.selection == "causal"
+        for run in (fed, chosen):
+            assert plain == replace(run, name=plain.name, model=run.model.without_forks())
+        assert fed.model.block_size == TASKS[name].block_size
 
 
 @pytest.mark.parametrize("form", ["plain", "causal"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from thoughtbubbles.data.tasks import PREFIX, TASKS, task_named
 from thoughtbubbles.model.config import ModelConfig
@@ -9,24 +10,34 @@ from thoughtbubbles.train.config import DataConfig, EvalConfig, OptimConfig, Run
 
 VOCABULARY = 384  # 256 bytes and end-of-text, rounded up
 ROWS, STEPS = 32, 1500
-FORKS = {"fork_layers": (1, 2), "merge": "residual"}
-NO_FORKS = {"merge": "original"}
+# The form of the other presets, except for the gate per head; forks see all forks before them.
+FEEDBACK: dict[str, Any] = {
+    "fork_layers": (1,),
+    "fork_reach": 512,
+    "feedback": True,
+    "merge": "forks",
+    "scores": False,
+}
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {  # by what the recipe's name ends with
+    "": ("", FEEDBACK),
+    "-causal": ("forks chosen by learned scores", {"fork_layers": (1, 2), "merge": "residual"}),
+    "-plain": ("without forks", {"merge": "original"}),
+}
 
 
-def task_run(name: str, *, is_plain: bool = False) -> RunConfig:
+def task_run(name: str, form: str = "") -> RunConfig:
     """About 220,000 parameters; every example is seen once."""
     task = task_named(name)
-    forks = NO_FORKS if is_plain else FORKS
     model = ModelConfig(
         n_layer=4,
         n_head=2,
         width=64,
         vocab_size=VOCABULARY,
         block_size=task.block_size,
-        **forks,  # type: ignore[arg-type]
+        **FORMS[form][1],
     )
     return RunConfig(
-        name=f"task-{name}{'-plain' * is_plain}",
+        name=f"task-{name}{form}",
         model=model,
         tokens=STEPS * ROWS * task.block_size,
         tokens_per_step=ROWS * task.block_size,
@@ -39,5 +50,5 @@ def task_run(name: str, *, is_plain: bool = False) -> RunConfig:
 
 def recipes() -> Iterator[tuple[str, Callable[[], RunConfig], str]]:
     for name, task in TASKS.items():
-        yield PREFIX + name, partial(task_run, name), task.what
-        yield f"{PREFIX}{name}-plain", partial(task_run, name, is_plain=True), "the same without forks"
+        for form, (about, _) in FORMS.items():
+            yield f"{PREFIX}{name}{form}", partial(task_run, name, form), about or task.what

@@ -19,10 +19,10 @@ from thoughtbubbles.data.tasks import TASKS, task_named
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.cost import flops
 from thoughtbubbles.recipes.reproduce.parts import GROUP
+from thoughtbubbles.recipes.tasks import FEEDBACK, VOCABULARY
 from thoughtbubbles.train.config import DataConfig, EvalConfig, LogConfig, OptimConfig, RunConfig, SaveConfig
 
 SEEDS = (0, 1, 2)
-VOCABULARY = 384  # 256 bytes and end-of-text, rounded up
 FORKS = {"fork_layers": (1, 2, 3), "merge": "residual"}
 SAMPLE = 256  # training examples whose lengths stand for all
 REFERENCE = "r2"  # the form whose FLOPs all others get
@@ -76,7 +76,6 @@ class Form:
     """On which it is run."""
 
 
-FEEDBACK = {"fork_layers": (1,), "fork_reach": 512, "feedback": True, "merge": "forks", "scores": False}
 FORMS = {
     "plain": Form(what="plain GPT, 2 heads", model={}),
     "heads": Form(what="plain GPT, 4 heads", model={"n_head": 4}),
