@@ -1,8 +1,8 @@
 """Which operators of a training step do not repeat to the bit? A recorder for benchmarks/repeat.py --operators.
 
 Every operator that PyTorch dispatches, forward and backward, ours included, runs several times on the same inputs. Of
-each result it keeps a sum of the bits as integers, so nothing depends on the order of this sum. Operators that work
-in place run once.
+each result it keeps a sum of the elements' bits as integers, each times a number of its own. It wraps around, and does
+not depend on the order of its terms. Operators that work in place run once.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")  # their results are any bits
-NO_SUM = -1
+SPREAD = 0x1E3779B97F4A7C16  # a large even number, so that its multiples plus 1 are odd and far apart
 
 
 class Recorder(TorchDispatchMode):
@@ -51,10 +51,11 @@ class Recorder(TorchDispatchMode):
 
 
 def bits(x: Tensor) -> Tensor:
-    """The sum of all elements' bits, read as integers; a difference in a single bit changes it."""
+    """A sum that a difference in one bit changes, and two elements that change places or differ by opposite amounts."""
     x = x.detach()
     whole = x.to(torch.uint8) if x.dtype == torch.bool else x.contiguous().view(INTEGERS[x.element_size()])
-    return whole.sum(dtype=torch.int64)
+    place = torch.arange(whole.numel(), device=whole.device)
+    return (whole.flatten().to(torch.int64) * (place * SPREAD + 1)).sum()
 
 
 def _aliases(func: Any) -> bool:

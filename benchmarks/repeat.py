@@ -48,9 +48,10 @@ WITHOUT: dict[str, tuple[dict[str, str], ComputeConfig]] = {
     "cuda-graph": ({}, ComputeConfig(graph=False)),
     "both": ({}, ComputeConfig(compile=False, graph=False)),
     "shared-cublas-workspace": ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, ComputeConfig()),
-    "operators": ({}, ComputeConfig(compile=False, graph=False)),  # for --operators
 }
-OPERATORS, OPERATOR_STEPS, TIMES = "operators", 2, 8  # TIMES: how often each operator runs
+EVERY = list(WITHOUT)
+OPERATORS, OPERATOR_STEPS, TIMES = "operators", 2, 8  # --operators; TIMES: how often each one runs
+WITHOUT[OPERATORS] = WITHOUT["both"]
 FOUND = "found.json"  # of a process
 
 
@@ -101,8 +102,8 @@ def found_by(case: str, steps: int, without: str, processes: int, device: str) -
             for place in places:
                 place.mkdir()
                 own = {"TORCHINDUCTOR_CACHE_DIR": str(place / "compiled"), **WITHOUT[without][0]}
-                words = [sys.executable, __file__, "--worker", str(place), "--cases", case, "--without", without]
-                words += ["--steps", str(steps), "--device", device]
+                words = [sys.executable, __file__, "--worker", str(place), "--cases", case, "--device", device]
+                words += ["--operators"] if without == OPERATORS else ["--without", without, "--steps", str(steps)]
                 with (place / "log").open("wb") as log:
                     running.append(subprocess.Popen(words, stdout=log, stderr=log, env={**os.environ, **own}))
             codes = [process.wait() for process in running]
@@ -132,26 +133,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--cases", nargs="+", default=list(CASES), help="rows (default: %(default)s)")
-    parser.add_argument("--without", nargs="+", choices=[*WITHOUT, "all"], default=["nothing"])
+    parser.add_argument("--without", nargs="+", choices=[*EVERY, "all"], default=["nothing"])
     parser.add_argument("--operators", action="store_true", help=f"each operator of {OPERATOR_STEPS} steps instead")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--out", type=Path, help="folder (default: benchmarks/results)")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.operators and (arguments.without != ["nothing"] or arguments.steps != parser.get_default("steps")):
+        parser.error(f"--operators: {OPERATOR_STEPS} steps with nothing compiled; leave out --without and --steps")
     known = [*task_rows(), *(LONG + row for row in protocol("long").rows)]
     if wrong := [case for case in arguments.cases if case not in known]:
         parser.error(f"--cases: no row of tasks or of long is named {', '.join(wrong)}")
     if arguments.steps < 1 or arguments.processes < 2:
         parser.error("--steps: 1 or more; --processes: 2 or more")
     if arguments.worker:
-        worker(arguments.cases[0], arguments.steps, arguments.without[0], arguments.worker, arguments.device)
+        without = OPERATORS if arguments.operators else arguments.without[0]
+        steps = OPERATOR_STEPS if arguments.operators else arguments.steps
+        worker(arguments.cases[0], steps, without, arguments.worker, arguments.device)
         return
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("this benchmark is about a GPU, but none is available; use --device cpu to try it")
     steps = OPERATOR_STEPS if arguments.operators else arguments.steps
-    every = [without for without in WITHOUT if without != OPERATORS]
-    variants = [OPERATORS] if arguments.operators else every if "all" in arguments.without else arguments.without
+    variants = [OPERATORS] if arguments.operators else EVERY if "all" in arguments.without else arguments.without
     results = []
     for case in arguments.cases:
         for without in variants:

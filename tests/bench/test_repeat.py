@@ -69,7 +69,7 @@ def test_operators_that_do_not_repeat_are_named(monkeypatch: pytest.MonkeyPatch)
         operators.compare_operators([first, ([], [])])
 
 
-def test_a_difference_in_one_bit_shows(monkeypatch: pytest.MonkeyPatch):
+def test_small_differences_show(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     bits = import_module("operators").bits
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool):
@@ -78,3 +78,7 @@ def test_a_difference_in_one_bit_shows(monkeypatch: pytest.MonkeyPatch):
         changed.view(torch.uint8)[2, -1] ^= 1
         assert bits(x) != bits(changed)
         assert bits(x) == bits(x.T.contiguous().T)
+    x = torch.tensor([1.0, 2.0, 3.0])
+    assert bits(x) != bits(x[[1, 0, 2]])
+    up, down = (torch.nextafter(x, torch.full_like(x, to)) for to in (9.0, -9.0))
+    assert bits(x) != bits(torch.stack([up[0], down[1], x[2]]))

@@ -4,7 +4,10 @@ Prints a pair for each graph: whether it is one of the backward, and whether it 
 """
 
 import json
+import os
 from typing import Any
+
+os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # a graph from the cache is not generated again
 
 import torch
 from torch._inductor import config, graph
@@ -23,7 +26,8 @@ if __name__ == "__main__":
         return codegen(self)
 
     graph.GraphLowering.codegen = noting  # type: ignore[method-assign]
-    model = lively_model(small_config(n_layer=1, fork_layers=(0,)), dtype=torch.float32)
+    form = {"n_layer": 1, "fork_layers": (0,), "feedback": True, "fork_reach": 3, "merge": "forks"}
+    model = lively_model(small_config(**form), dtype=torch.float32)
     parallelize(model, World(torch.device("cpu")), ComputeConfig(compile=True, precision="float32"))
     ids = random_ids(model.config, 2, 16)
     model(ids, targets=ids.roll(-1, 1)).loss.backward()

@@ -1,6 +1,6 @@
 """Which models are compared on which made-up tasks (data/tasks), and for how long each is trained.
 
-    tasks         every form on every task, three seeds; on `circle` also `feedback` with one thing left out at a time
+    tasks         every form on every task, three seeds; on `circle` also variants of `feedback`
     tasks-sweep   the learning rates that these use: two forms on two tasks, nine on another
 
 All forms of a task are trained with the same FLOPs: `r2` for 6,000 steps, every other one for as many as its FLOPs
@@ -197,4 +197,4 @@ def lengths(task: str) -> Counter[int]:
 
 def n_examples(task: str, scale: Scale = FULL) -> int:
     """Enough for every form, so that all can read the same ones."""
-    return scale.rows * max(steps_of(TaskRow(task=task, form=form), scale) for form in FORMS)
+    return scale.rows * max(steps_of(TaskRow(task=task, form=form), scale) for form in forms_of(task))

@@ -19,7 +19,7 @@ from thoughtbubbles.recipes.reproduce.tasks.records import accuracy, hard_accura
 
 Records = Mapping[str, Mapping[int, Record]]  # of a task, by form and seed
 RIVALS = ("plain", "heads", "deep", "r1", "copy-2")  # what bubbles have to beat, at the same FLOPs
-CHOOSING = ("r1.25", "r2", "r4", "r2-elastic")  # which tokens fork; in all others every one does
+CHOOSING = ("r1.25", "r2", "r4", "r2-elastic")  # which tokens fork; in the other BUBBLES every one does
 BUBBLES = (*CHOOSING, "feedback", "forked", "feedback-private", "feedback-residual")
 FORKING = ("block-r2", "block-r4", *CHOOSING)
 
