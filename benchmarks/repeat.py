@@ -49,9 +49,7 @@ WITHOUT: dict[str, tuple[dict[str, str], ComputeConfig]] = {
     "both": ({}, ComputeConfig(compile=False, graph=False)),
     "shared-cublas-workspace": ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, ComputeConfig()),
 }
-EVERY = list(WITHOUT)
-OPERATORS, OPERATOR_STEPS, TIMES = "operators", 2, 8  # --operators; TIMES: how often each one runs
-WITHOUT[OPERATORS] = WITHOUT["both"]
+OPERATOR_STEPS, TIMES = 2, 8  # of --operators; TIMES: how often each one runs
 FOUND = "found.json"  # of a process
 
 
@@ -78,13 +76,15 @@ def run_for(case: str, steps: int, compute: ComputeConfig, out: Path, device: De
     )
 
 
+def record_operators(case: str, out: Path, device: Device) -> None:
+    run = run_for(case, OPERATOR_STEPS, WITHOUT["both"][1], out / "run", device)
+    with Recorder(device, TIMES) as recorder:
+        train(run)
+    (out / FOUND).write_text(json.dumps([recorder.names, recorder.sums()]))
+
+
 def worker(case: str, steps: int, without: str, out: Path, device: Device) -> None:
     run = run_for(case, steps, WITHOUT[without][1], out / "run", device)
-    if without == OPERATORS:
-        with Recorder(device, TIMES) as recorder:
-            train(run)
-        (out / FOUND).write_text(json.dumps([recorder.names, recorder.sums()]))
-        return
     if without == FIXED_CHOICES:
         parallel.COMPILATION = {"dynamic": False}
     train(run)
@@ -93,17 +93,17 @@ def worker(case: str, steps: int, without: str, out: Path, device: Device) -> No
     (out / FOUND).write_text(json.dumps(losses))
 
 
-def found_by(case: str, steps: int, without: str, processes: int, device: str) -> list[Any]:
-    """The losses of every process, or its operators."""
+def found_by(case: str, steps: int, without: str | None, processes: int, device: str) -> list[Any]:
+    """The losses of every process, or its operators if `without` is None."""
     with tempfile.TemporaryDirectory() as folder:
         places = [Path(folder) / str(i) for i in range(processes)]
         running: list[subprocess.Popen[bytes]] = []
         try:
             for place in places:
                 place.mkdir()
-                own = {"TORCHINDUCTOR_CACHE_DIR": str(place / "compiled"), **WITHOUT[without][0]}
+                own = {"TORCHINDUCTOR_CACHE_DIR": str(place / "compiled"), **WITHOUT[without or "both"][0]}
                 words = [sys.executable, __file__, "--worker", str(place), "--cases", case, "--device", device]
-                words += ["--operators"] if without == OPERATORS else ["--without", without, "--steps", str(steps)]
+                words += ["--operators"] if without is None else ["--without", without, "--steps", str(steps)]
                 with (place / "log").open("wb") as log:
                     running.append(subprocess.Popen(words, stdout=log, stderr=log, env={**os.environ, **own}))
             codes = [process.wait() for process in running]
@@ -133,10 +133,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--cases", nargs="+", default=list(CASES), help="rows (default: %(default)s)")
-    parser.add_argument("--without", nargs="+", choices=[*EVERY, "all"], default=["nothing"])
+    parser.add_argument("--without", nargs="+", choices=[*WITHOUT, "all"], default=["nothing"], help="what is left out")
     parser.add_argument("--operators", action="store_true", help=f"each operator of {OPERATOR_STEPS} steps instead")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=100, help="of training (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=4, help="at the same time (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="folder (default: benchmarks/results)")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -148,24 +148,26 @@ def main() -> None:
     if arguments.steps < 1 or arguments.processes < 2:
         parser.error("--steps: 1 or more; --processes: 2 or more")
     if arguments.worker:
-        without = OPERATORS if arguments.operators else arguments.without[0]
-        steps = OPERATOR_STEPS if arguments.operators else arguments.steps
-        worker(arguments.cases[0], steps, without, arguments.worker, arguments.device)
+        case, out, device = arguments.cases[0], arguments.worker, arguments.device
+        if arguments.operators:
+            record_operators(case, out, device)
+        else:
+            worker(case, arguments.steps, arguments.without[0], out, device)
         return
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("this benchmark is about a GPU, but none is available; use --device cpu to try it")
     steps = OPERATOR_STEPS if arguments.operators else arguments.steps
-    variants = [OPERATORS] if arguments.operators else EVERY if "all" in arguments.without else arguments.without
+    of_losses = list(WITHOUT) if "all" in arguments.without else arguments.without
+    variants: list[str | None] = [None] if arguments.operators else of_losses
     results = []
     for case in arguments.cases:
         for without in variants:
             found = found_by(case, steps, without, arguments.processes, arguments.device)
-            of_operators = without == OPERATORS
-            said = compare_operators(found) if of_operators else {"without": without, **compare(found)}
+            said = compare_operators(found) if without is None else {"without": without, **compare(found)}
             results.append({"case": case, **said})
             print(json.dumps(results[-1]), flush=True)
             numbers = {"steps": steps, "processes": arguments.processes, "cases": results}
-            name = "repeat-operators" if of_operators else "repeat"
+            name = "repeat" if without else "repeat-operators"
             write_results(name, arguments.device, numbers, to=arguments.out)
 
 
