@@ -25,6 +25,7 @@ from thoughtbubbles.generate.cache import Cache, Span
 from thoughtbubbles.generate.fast_blocks import fast_blocks, has_kernels
 from thoughtbubbles.generate.prediction import Likeliest, Prediction
 from thoughtbubbles.generate.step import Parts, View, advance, enter, finish, run_blocks
+from thoughtbubbles.kernels import CHOSEN_BY_RULE
 from thoughtbubbles.model.budget import Budget
 from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.layout import Layout
@@ -137,7 +138,8 @@ def packing_functions() -> PackingFunctions:
 
 def compiled_whole(function: Any) -> Any:
     """Fuses small kernels too: by default, sharing less than 10 bytes is no reason to, but a launch takes longer."""
-    return torch.compile(function, dynamic=False, fullgraph=True, options={"score_fusion_memory_threshold": 1})
+    options = {**CHOSEN_BY_RULE, "score_fusion_memory_threshold": 1}
+    return torch.compile(function, dynamic=False, fullgraph=True, options=options)
 
 
 def find_likeliest(logits: Float[Tensor, "B V"], n_ids: int) -> Likeliest:

@@ -13,6 +13,7 @@ computes. ops.py registers the operators that models call.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -22,6 +23,9 @@ ATTENTION_HEAD_SIZES = (16, 32, 64, 128)
 DECODING_HEAD_SIZES = (32, 64, 128)
 DECODING_CHANNELS = 64  # the width must be a multiple of this
 MOST_STREAMS_PER_BUBBLE = 1024  # a program of the loss holds a few numbers per stream in registers
+# Of every torch.compile. Else each process times several ways to compute a sum and takes the fastest, and two processes
+# differ in their last bits. A global setting would not do: Dynamo switches it off after the first compilation.
+CHOSEN_BY_RULE: dict[str, Any] = {"deterministic": True}
 _enabled = True
 
 

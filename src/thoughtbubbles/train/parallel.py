@@ -22,10 +22,8 @@ from thoughtbubbles.model.feedback import Steps
 from thoughtbubbles.model.transformer import Thoughtbubbles
 from thoughtbubbles.train.config import ComputeConfig
 
-# Static shapes: a graph with dynamic ones would lose much of the speed. Deterministic: else each process times several
-# ways to compute a sum and takes the fastest, and runs differ in their last bits. It is an option of every compilation
-# because Dynamo switches the global setting off after the first one.
-COMPILATION: dict[str, Any] = {"dynamic": False, "options": {"deterministic": True}}
+# Static shapes: a graph with dynamic ones would lose much of the speed.
+COMPILATION: dict[str, Any] = {"dynamic": False, "options": kernels.CHOSEN_BY_RULE}
 
 
 def find_precision(compute: ComputeConfig, device: str) -> str:
