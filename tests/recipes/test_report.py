@@ -1,6 +1,7 @@
 """The report of `thoughtbubbles reproduce`, from made-up records with known numbers; and the committed pages."""
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +37,8 @@ from thoughtbubbles.recipes.reproduce.tables import (
     screen_table,
     sources_table,
     sweep_table,
-    zero_shot_table,
 )
+from thoughtbubbles.recipes.reproduce.zero_shot import zero_shot_table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -74,7 +75,7 @@ def test_a_difference_is_paired_by_seed(tmp_path):
     found = difference(read_protocol(write(tmp_path, *rows("long", THREE)), "long"), "r2", "plain")
     assert found.mean == pytest.approx(-0.08 / 3)
     assert found.error == pytest.approx(0.01 / 3)
-    assert (found.seeds, found.over) == ((0, 1, 2), "seeds")
+    assert (found.seeds, found.degrees) == ((0, 1, 2), 2)
     assert found.cell == "−0.0267 ± 0.0033"
 
 
@@ -93,7 +94,7 @@ def test_the_error_of_one_seed_is_over_windows(tmp_path):
     one["validation"]["windows"] = [3.0, 3.0, 3.0]
     two["validation"]["windows"] = [2.9, 3.0, 2.8]
     results = read_protocol(write(tmp_path, one, two), "long")
-    assert "differences to `plain` have a standard error of 0.0500 to 0.0500; errors" in protocol_table(results)
+    assert "differences to `plain` have a standard error of 0.0500 to 0.0500." in protocol_table(results)
     found = difference(results, "r2", "plain")
     assert found.error == pytest.approx(0.04996, abs=1e-6)
     assert found.cell == "−0.0800 ± 0.0500 \\*"
@@ -101,9 +102,9 @@ def test_the_error_of_one_seed_is_over_windows(tmp_path):
     assert not found.is_measurable
 
 
-def test_the_error_of_one_seed_has_the_variation_between_seeds_of_other_rows(tmp_path):
+def test_the_variation_between_seeds_is_that_of_all_rows_together(tmp_path):
     """Its square is the mean of the variances of all paired differences: (1/3 + 0 + 1/3) / 3 · 10⁻⁴ for r2 − plain,
-    r1 − plain and r2 − r1."""
+    r1 − plain and r2 − r1. So one seed has an error too, and that of three is no luck: r1 − plain never varies."""
     several = rows("long", {**THREE, "r1": [2.985, 3.005, 2.995]})
     longer = [made_up(protocol, "longer", 0, 2.9) for protocol in ("long", "scarce")]
     evidence = read_evidence(write(tmp_path, *several, *longer, made_up("scarce", "plain", 0, 3.0)))
@@ -111,8 +112,27 @@ def test_the_error_of_one_seed_has_the_variation_between_seeds_of_other_rows(tmp
     assert variation_between_seeds(evidence.results["long"]) == (pytest.approx(expected), 4)
     for protocol in ("long", "scarce"):
         found = difference(evidence.results[protocol], "longer", "plain")
-        assert (found.error, found.degrees, found.over) == (pytest.approx(expected), 4, "windows"), protocol
-    assert difference(evidence.results["long"], "r1", "plain").error == pytest.approx(0, abs=1e-12)
+        assert (found.error, found.degrees) == (pytest.approx(expected), 4), protocol
+        assert found.cell.endswith(" \\*"), protocol
+    for row in ("r1", "r2"):
+        found = difference(evidence.results["long"], row, "plain")
+        assert (found.error, found.degrees) == (pytest.approx(expected / 3**0.5), 4), row
+        assert not found.cell.endswith("*"), row
+    assert "deviation of 0.0047 (4 degrees" in protocol_table(evidence.results["long"])
+    assert "deviation of 0.0047 in `long` (4 degrees" in protocol_table(evidence.results["scarce"])
+
+
+def test_the_error_has_the_seeds_and_the_text(tmp_path):
+    """The windows of three seeds differ by −0.1, 0 and −0.2 on average, as those of one seed above: the text counts as
+    much as there, whatever the seeds do to single windows."""
+    records = rows("long", THREE)
+    for seed, more in enumerate((-0.3, 0.1, 0.2)):
+        one, two = (record for record in records if record["seed"] == seed)
+        one["validation"]["windows"] = [3.0, 3.0, 3.0]
+        two["validation"]["windows"] = [2.9 + more, 3.0 - more, 2.8 + 2 * more]
+    found = difference(read_protocol(write(tmp_path, *records), "long"), "r2", "plain")
+    assert found.error == pytest.approx(math.hypot(0.04996, 0.01 / 3), abs=1e-6)
+    assert found.degrees == 2
 
 
 def test_a_row_with_some_of_its_seeds_does_not_change_what_is_known_of_others(tmp_path):
@@ -236,13 +256,12 @@ def test_scores_of_1_are_no_scores_if_all_forks_survive(layers, same):
     assert (found["model"] != model) == same
 
 
-def test_confidence_follows_the_number_of_seeds():
-    """Student's t: 12.7, 4.3 and 3.2 standard errors with two, three and four seeds; and so for stretches of text."""
+def test_confidence_follows_the_degrees_of_freedom():
+    """Student's t: 12.7, 4.3 and 3.2 standard errors with one, two and three."""
     for n, needed in ((2, 12.71), (3, 4.30), (4, 3.18), (6, 2.571), (8, 2.365), (11, 2.228), (31, 2.042), (64, 1.998)):
-        for seeds, over in ((tuple(range(n)), "seeds"), ((0,), "windows")):
-            near = Difference(mean=needed - 0.01, error=1.0, seeds=seeds, over=over, degrees=n - 1)
-            assert not near.is_measurable
-            assert replace(near, mean=-needed - 0.01).is_measurable
+        near = Difference(mean=needed - 0.01, error=1.0, seeds=(0, 1), degrees=n - 1)
+        assert not near.is_measurable
+        assert replace(near, mean=-needed - 0.01).is_measurable
 
 
 def test_times_of_different_gpus_are_shown_but_not_compared(tmp_path):
@@ -271,7 +290,7 @@ def test_times_of_different_gpus_are_shown_but_not_compared(tmp_path):
     ],
 )
 def test_a_sentence_follows_sign_and_error(mean, error, said):
-    assert sentence(Difference(mean=mean, error=error, seeds=(0, 1, 2), over="seeds", degrees=2), "r2", "r1") == said
+    assert sentence(Difference(mean=mean, error=error, seeds=(0, 1, 2), degrees=2), "r2", "r1") == said
 
 
 def test_answers_without_records_name_what_they_need(tmp_path):
@@ -291,7 +310,7 @@ def test_answers_from_three_seeds(tmp_path):
             record["parameters"] *= 2
     text = answers(read_evidence(write(tmp_path, *records)))
     tokens = paragraph(text, "Does it help at equal tokens")
-    assert tokens.startswith("- In `long`: **Yes.** `r2` ends 0.0267 ± 0.0033 nats per token below `plain` (3 seeds).")
+    assert tokens.startswith("- In `long`: **Yes.** `r2` ends 0.0267 ± 0.0027 nats per token below `plain` (3 seeds).")
     assert "0.030 nats per token (the paper, table 2: 150M, OpenWebText" in tokens
     assert "The gain of `r2` in `long` is 88% of that" in tokens  # 0.02667 / ln(24.51 / 23.78)
     flops = paragraph(text, "Does it help at equal FLOPs")
@@ -301,17 +320,16 @@ def test_answers_from_three_seeds(tmp_path):
         "- `r2` in `long`, no more parameters: **yes, in the only seed so far** (`longer`).\n"
         "- `r2` in `long`, more parameters: **no, in the only seed so far** (`wider`).\n\n"
     )
-    assert "| `r2` | `long` | `plain` | 1.00 × | 0.50 × | −0.0267 ± 0.0033 |" in flops
+    assert "| `r2` | `long` | `plain` | 1.00 × | 0.50 × | −0.0267 ± 0.0027 |" in flops
     assert "| `r2` | `long` | `wider` | 2.00 × | 1.00 × | +0.0200 ± 0.0047 \\* |" in flops
     assert (
         "`r2` in `scarce`: Not measured yet: needs rows `plain`, `r2`, `head-gate`, `wider`, `ensemble` of `scarce`."
         in flops
     )
     parts = paragraph(text, "Is it the forks")
-    alone = "`r1` ends 0.0150 ± 0.0000 nats per token below `plain` (3 seeds). That is 56% of the gain of `r2`"
+    alone = "`r1` ends 0.0150 ± 0.0027 nats per token below `plain` (3 seeds). That is 56% of the gain of `r2`"
     assert f"{alone}, by seed 50% to 75%." in parts
-    assert "Forks in addition to it: between `r2` and `r1` there is no difference that we can measure" in parts
-    assert "(−0.0117 ± 0.0033 nats per token, 3 seeds)" in parts  # 3.5 errors, but 4.3 are needed with three seeds
+    assert "Forks in addition to it: `r2` ends 0.0117 ± 0.0027 nats per token below `r1` (3 seeds)." in parts
     assert "2505.06708): Not measured yet: needs row `head-gate` of `long`." in parts
 
 
@@ -449,10 +467,10 @@ def test_the_best_rows_at_each_cost(tmp_path):
     between_plain = best_table(read_evidence(write(tmp_path / "two", *between[:3], *between[6:])))
     assert "`r2`" in between_plain.split("GPU time")[1]
     assert "`r2`" not in best_table(read_evidence(write(tmp_path / "three", *between))).split("GPU time")[1]
-    # A row that costs as much and is not measurably worse is named too.
+    # A row that costs as much and is not measurably worse is named too: plain is, in view of how all rows vary now.
     few += [made_up("long", "head-gate", seed, nats) for seed, nats in enumerate((2.98, 3.0, 3.0))]
     times = best_table(read_evidence(write(tmp_path / "few", *few))).split("GPU time")[1]
-    assert "| 1.00 × | `r1`, `head-gate` |" in times
+    assert "| 1.00 × | `r1`, `plain`, `head-gate` |" in times
     assert "--only r2 --seed 0`" in table
     assert table.endswith(
         "different devices: time of a decoded token, batch size 1; time of a decoded token, batch size 32."
@@ -528,7 +546,7 @@ def test_decoding_times_and_cache(tmp_path):
         "- `r2` at batch size 32, no more parameters: **yes** (`plain`).\n"
         "- `r2` at batch size 32, more parameters: **no** (`wider`).\n\n"
     )
-    assert "| `r2` | 1 | 1.200 ms | `plain` | 1.000 ms | −0.0267 ± 0.0033 |" in text
+    assert "| `r2` | 1 | 1.200 ms | `plain` | 1.000 ms | −0.0267 ± 0.0027 |" in text
     assert "| `r2` | 32 | 1.200 ms | `wider` | 1.100 ms |" in text
     assert "longer" not in text, "it has no record"
     found = {figure.name: figure for figure in figures(evidence)["pays"]}
@@ -644,9 +662,9 @@ def test_the_report_is_written_and_stays(tmp_path, capsys):
     assert (out / "figures" / "long-difference.png").read_bytes()[:4] == b"\x89PNG"
     points = json.loads((out / "figures" / "long-flops.json").read_text())["series"]
     assert points["r2"]["y"] == [pytest.approx(3.01 - 0.08 / 3, rel=1e-5)]
-    assert points["r2"]["error"] == [pytest.approx(0.01 / 3, rel=1e-5)]
+    assert points["r2"]["error"] == [pytest.approx((2e-4 / 27) ** 0.5, rel=1e-5)]
     line = readme.read_text()
-    assert "2.9833 (3) | −0.0267 ± 0.0033 |" in line
+    assert "2.9833 (3) | −0.0267 ± 0.0027 |" in line
     assert "<!-- results -->\nkept\n<!-- /results -->" in line
     page = (out / "index.md").read_text()
     assert "![long: training loss](figures/long-training.png)" in page

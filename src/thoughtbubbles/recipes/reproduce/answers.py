@@ -7,16 +7,16 @@ from thoughtbubbles.files import read_object
 from thoughtbubbles.recipes.reproduce.compare_rows import (
     Difference,
     autoregressive_gap,
-    common_seeds,
     curve_differences,
     curve_of,
     difference,
-    of_seeds,
+    gap_of,
 )
 from thoughtbubbles.recipes.reproduce.equal_cost import ROWS, equal_cost, equal_latency
 from thoughtbubbles.recipes.reproduce.parts import PLAIN
 from thoughtbubbles.recipes.reproduce.records import Evidence, Results, flops, gpu_seconds, nats, tokens
 from thoughtbubbles.recipes.reproduce.sentences import PRESET, compared, lead, needs
+from thoughtbubbles.recipes.reproduce.study import Record
 from thoughtbubbles.recipes.reproduce.tables import PAPER
 from thoughtbubbles.written import plus_minus, signed
 
@@ -191,11 +191,12 @@ def closest(points: Sequence[tuple[int, Difference]], share: float) -> tuple[int
 
 def trend(results: Results, row: str, other: str, middle: int, end: int) -> str:
     """Whether the difference at the end is not that of the middle of the training, seed by seed."""
-    changes, seeds = [], common_seeds(results, row, other)
-    for seed in seeds:
-        one, two = (curve_of(results.rows[name][seed]) for name in (row, other))
-        changes.append(one[end] - two[end] - (one[middle] - two[middle]))
-    change = of_seeds(changes, seeds)
+
+    def moved(record: Record) -> float | None:
+        points = curve_of(record)
+        return points[end] - points[middle] if {middle, end} <= points.keys() else None
+
+    change = gap_of(results, row, other, moved)
     if change.error is None:
         return "With one seed we cannot say whether that is a trend."
     shown = f"({signed(change.mean)}{plus_minus(change.error)} nats per token)"

@@ -1,18 +1,22 @@
 """Differences between two rows, paired by seed, with their standard errors.
 
 Within a seed all rows read the same text in the same order and start from the same weights where these match, so the
-difference of two rows varies less than either. With two or more common seeds its standard error is that of the mean
-over seeds, and a difference counts as measured if its interval of 95 % confidence (Student's t) leaves out 0. With one
-seed it is taken over stretches of the validation text, since neighbouring windows are alike, and the variation between
-seeds is that of the rows with several seeds. Without such rows it is left out and the error too small. Either way it is
-marked.
+difference of two rows varies less than either. It still varies with the seed and with the text that it is measured on:
+
+    error² = (deviation between seeds)² / seeds + (error over the text)²
+
+The deviation is that of all rows with several seeds together, since two or three differences agree, or do not, by luck;
+it takes for granted that all differences vary alike. The error over the text is that of stretches of it, since
+neighbouring windows are alike. A difference counts as measured if its interval of 95 % confidence leaves out 0, by
+Student's t with the degrees of freedom of the deviation. Where no row has a second seed, only the text counts, which is
+too little.
 """
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import numpy as np
 
@@ -24,6 +28,8 @@ from thoughtbubbles.written import plus_minus, signed
 FEW = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}  # 97.5 % quantiles of Student's t, by degrees of freedom
 STRETCHES = 64  # at most so many of the validation text
 ONE_SEED = " \\*"  # as Markdown
+Loss = Callable[[Record], float | None]
+Deviation = tuple[float, int]  # of the difference of two rows between seeds, and its degrees of freedom
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +40,6 @@ class Difference:
     error: float | None
     """Standard error; None where it cannot be computed."""
     seeds: tuple[int, ...]
-    over: Literal["seeds", "windows"]
     degrees: int
     """Of freedom of the error."""
 
@@ -60,7 +65,7 @@ class Difference:
     @property
     def cell(self) -> str:
         """For a table, whose page explains the mark."""
-        marked = ONE_SEED if self.over == "windows" else ""
+        marked = ONE_SEED if len(self.seeds) == 1 else ""
         return f"{signed(self.mean)}{plus_minus(self.error)}{marked}"
 
 
@@ -79,33 +84,45 @@ def difference(results: Results, row: str, other: str) -> Difference | None:
     seeds = common_seeds(results, row, other)
     if not seeds:
         return None
-    pairs = [(results.rows[row][seed], results.rows[other][seed]) for seed in seeds]
     each = [level(results, row, other, seed) - level(results, other, row, seed) for seed in seeds]
-    if len(each) > 1:
-        return of_seeds(each, seeds)
-    error, n = error_over_windows(*pairs[0])
-    between = variation_between_seeds(results)
-    if between is None and results.like is not None:
-        between = variation_between_seeds(results.like)
-    if error is None or between is None:
-        return Difference(mean=each[0], error=error, seeds=seeds, over="windows", degrees=max(1, n - 1))
-    deviation, degrees = between
-    return Difference(mean=each[0], error=math.hypot(error, deviation), seeds=seeds, over="windows", degrees=degrees)
+    pairs = [(results.rows[row][seed], results.rows[other][seed]) for seed in seeds]
+    return with_error(each, seeds, between_seeds(results), error_over_windows(pairs))
 
 
-def variation_between_seeds(results: Results) -> tuple[float, int] | None:
+def with_error(
+    each: Sequence[float], seeds: Sequence[int], deviation: Deviation | None, over_text: tuple[float | None, int]
+) -> Difference:
+    """From one difference per seed. `over_text`: the error, and how many stretches it is from."""
+    error, n = over_text
+    degrees, parts = max(1, n - 1), [] if error is None else [error]
+    if deviation is not None:
+        degrees = deviation[1]
+        parts.append(deviation[0] / math.sqrt(len(seeds)))
+    return Difference(
+        mean=statistics.fmean(each), error=math.hypot(*parts) if parts else None, seeds=tuple(seeds), degrees=degrees
+    )
+
+
+def between_seeds(results: Results, loss: Loss = nats) -> Deviation | None:
+    """From the protocol itself or, where no row has a second seed, from the one with the same model."""
+    own = variation_between_seeds(results, loss)
+    return variation_between_seeds(results.like, loss) if own is None and results.like is not None else own
+
+
+def variation_between_seeds(results: Results, loss: Loss = nats) -> Deviation | None:
     """The standard deviation between seeds of the difference of two rows, and its degrees of freedom.
 
     From what is left of the losses when each row and each seed may have a level of its own: x_rs = a_r + b_s + e_rs by
     least squares, and sqrt(2 · Σ e² / degrees). (A two-way analysis of variance; not all rows need all seeds, and those
     with one seed tell nothing.) None if nothing is left to tell it from.
     """
-    found = [(row, seed, nats(record)) for row, seeds in results.rows.items() for seed, record in seeds.items()]
+    every = [(row, seed, loss(record)) for row, seeds in results.rows.items() for seed, record in seeds.items()]
+    found = [(row, seed, value) for row, seed, value in every if value is not None]
     levels = {level: i for i, level in enumerate(dict.fromkeys(each for row, seed, _ in found for each in (row, seed)))}
     design = np.zeros((len(found), len(levels)))
     for i, (row, seed, _) in enumerate(found):
         design[i, [levels[row], levels[seed]]] = 1
-    losses = np.array([loss for *_, loss in found])
+    losses = np.array([value for *_, value in found])
     degrees = len(found) - int(np.linalg.matrix_rank(design)) if found else 0
     if degrees < 1:
         return None
@@ -125,11 +142,9 @@ def common_seeds(results: Results, row: str, other: str) -> tuple[int, ...]:
 
 
 def of_seeds(each: Sequence[float], seeds: Sequence[int]) -> Difference:
-    """From one difference per seed."""
+    """From one difference per seed and nothing else: for numbers that vary more in some rows than in others."""
     error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None
-    return Difference(
-        mean=statistics.fmean(each), error=error, seeds=tuple(seeds), over="seeds", degrees=max(1, len(each) - 1)
-    )
+    return Difference(mean=statistics.fmean(each), error=error, seeds=tuple(seeds), degrees=max(1, len(each) - 1))
 
 
 def window_sizes(record: Record) -> list[int]:
@@ -145,16 +160,19 @@ def window_sizes(record: Record) -> list[int]:
     return [block] * (n - 1) + [last]
 
 
-def error_over_windows(one: Record, two: Record) -> tuple[float | None, int]:
-    """And the number of stretches S. With n_i tokens in window i, the difference d_i of its means, and m that of all:
+def error_over_windows(pairs: Sequence[tuple[Record, Record]]) -> tuple[float | None, int]:
+    """Of the mean difference of some pairs, and the number of stretches S.
 
+    With n_i tokens in window i, the mean d_i of the differences there, and m that of all windows:
     sqrt(S / (S − 1) · Σ_s (Σ_{i in s} n_i (d_i − m))²) / Σ_i n_i, over S stretches s of neighbouring windows, which are
     often of the same document. None for a single window.
     """
-    sizes = window_sizes(one)
-    if sizes != window_sizes(two) or len(sizes) < 2:
+    sizes, *others = (window_sizes(record) for pair in pairs for record in pair)
+    if any(other != sizes for other in others) or len(sizes) < 2:
         return None, 1
-    gaps = [a - b for a, b in zip(one["validation"]["windows"], two["validation"]["windows"], strict=True)]
+    means = ([record["validation"]["windows"] for record in pair] for pair in pairs)
+    each_pair = ([a - b for a, b in zip(one, two, strict=True)] for one, two in means)
+    gaps = [statistics.fmean(gap) for gap in zip(*each_pair, strict=True)]
     total = sum(sizes)
     mean = sum(n * gap for n, gap in zip(sizes, gaps, strict=True)) / total
     each = math.ceil(len(sizes) / STRETCHES)
@@ -176,9 +194,7 @@ def autoregressive_gap(results: Results, row: str, name: str = "autoregressive -
     if len(found) > 1:
         return of_seeds([gap["mean"] for gap, _ in found.values()], tuple(found))
     ((gap, n),) = found.values()
-    return Difference(
-        mean=gap["mean"], error=gap["standard_error"], seeds=tuple(found), over="windows", degrees=max(1, n - 1)
-    )
+    return Difference(mean=gap["mean"], error=gap["standard_error"], seeds=tuple(found), degrees=max(1, n - 1))
 
 
 def curve_of(record: Record) -> dict[int, float]:
@@ -196,8 +212,24 @@ def curve_of(record: Record) -> dict[int, float]:
 def curve_differences(results: Results, row: str, other: str) -> list[tuple[int, Difference]]:
     """(training tokens, difference) for every evaluation that both rows have, in all common seeds."""
     seeds = common_seeds(results, row, other)
-    curves = [[curve_of(results.rows[name][seed]) for name in (row, other)] for seed in seeds]
-    if not curves:
-        return []
-    tokens = set.intersection(*(set(curve) for pair in curves for curve in pair))
-    return [(n, of_seeds([one[n] - two[n] for one, two in curves], seeds)) for n in sorted(tokens)]
+    shared = [set(curve_of(results.rows[name][seed])) for name in (row, other) for seed in seeds]
+    tokens = sorted(set.intersection(*shared)) if shared else []
+    return [(n, gap_of(results, row, other, partial(loss_at, n=n))) for n in tokens]
+
+
+def loss_at(record: Record, n: int) -> float | None:
+    """After n training tokens."""
+    return curve_of(record).get(n)
+
+
+def gap_of(results: Results, row: str, other: str, value: Loss) -> Difference:
+    """Of a number that all records of both rows have, without the error over the text, which it does not tell."""
+    seeds = common_seeds(results, row, other)
+    each = [value_in(results.rows[row][seed], value) - value_in(results.rows[other][seed], value) for seed in seeds]
+    return with_error(each, seeds, between_seeds(results, value), (None, 1))
+
+
+def value_in(record: Record, value: Loss) -> float:
+    found = value(record)
+    assert found is not None, "the caller has looked"
+    return found

@@ -35,11 +35,10 @@ def overview(evidence: Evidence) -> str:
     times = results.mean(PLAIN, epochs)
     text = f"{length:,.0f}M training tokens ({times:.0f} epochs of {length / times:.0f}M)"
     where = f"{size:.1f}M parameters, {text}, {' and '.join(results.devices)}"
-    one = (
-        "one seed: the difference is to plain's loss in that seed, not to the mean above, and its error has the "
-        "variation between seeds that other rows show"
+    errors = (
+        "±: standard error of the differences, paired by seed, for another seed and another validation text. \\*: one "
+        "seed, so the difference is to plain's loss in that seed, not to the mean above"
     )
-    errors = f"±: standard error of the differences, paired by seed. \\*: {one}"
     note = f"{where}. {errors}. Rows, curves, commits and answers to each question: [results]({PAGE})."
     return f"{markdown(headings, lines)}\n\n{note}"
 

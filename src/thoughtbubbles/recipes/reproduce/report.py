@@ -28,7 +28,6 @@ from thoughtbubbles.recipes.reproduce.tables import (
     screen_table,
     sources_table,
     sweep_table,
-    zero_shot_table,
 )
 from thoughtbubbles.recipes.reproduce.tasks.records import read_task_records
 from thoughtbubbles.recipes.reproduce.tasks.report import (
@@ -41,6 +40,7 @@ from thoughtbubbles.recipes.reproduce.tasks.report import (
 )
 from thoughtbubbles.recipes.reproduce.tasks.report import sweep_table as task_sweep_table
 from thoughtbubbles.recipes.reproduce.two_stage.report import two_stage_table
+from thoughtbubbles.recipes.reproduce.zero_shot import zero_shot_table
 
 PAGE, TASKS_PAGE, FIGURES = "index.md", "tasks.md", "figures"
 NEED = "the plots need `pip install 'thoughtbubbles[analysis]'`"

@@ -5,14 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from thoughtbubbles.files import read_object
 from thoughtbubbles.recipes.reproduce.compare_rows import (
-    Difference,
     autoregressive_gap,
+    between_seeds,
     common_seeds,
     difference,
     error_over_windows,
-    of_seeds,
     variation_between_seeds,
 )
 from thoughtbubbles.recipes.reproduce.parts import PLAIN, TUNED
@@ -56,7 +54,7 @@ def protocol_table(results: Results) -> str:
         "autoregressive − blockwise",
     )
     table = markdown(headings, (protocol_line(results, row) for row in results.rows))
-    notes = [measured_on(results), *between_seeds(results), *times_from(results), *changed_since(results)]
+    notes = [measured_on(results), *errors_of(results), *times_from(results), *changed_since(results)]
     return "\n\n".join([table, *not_run(results), *notes])
 
 
@@ -70,22 +68,23 @@ def not_run(results: Results) -> list[str]:
     return [f"Planned, not run: {'; '.join(missing)}."] if missing else []
 
 
-def between_seeds(results: Results) -> list[str]:
+def errors_of(results: Results) -> list[str]:
     """What makes a difference vary: the seed, and the text that it is measured on."""
-    found, parts = variation_between_seeds(results), []
+    found, parts = between_seeds(results), []
     if found is not None:
         deviation, degrees = found
+        where = "" if variation_between_seeds(results) else f" in `{results.like.name}`" if results.like else ""
         parts.append(
-            f"Between seeds, the difference of two rows has a standard deviation of {deviation:.4f} ({degrees} degrees "
-            "of freedom)."
+            f"Between seeds, the difference of two rows has a standard deviation of {deviation:.4f}{where} ({degrees} "
+            "degrees of freedom)."
         )
-    pairs = [(row, seeds[0]) for row in results.rows if row != PLAIN and (seeds := common_seeds(results, row, PLAIN))]
-    errors = [error_over_windows(results.rows[row][seed], results.rows[PLAIN][seed])[0] for row, seed in pairs]
-    known = [error for error in errors if error is not None]
+    seeds = {row: common_seeds(results, row, PLAIN) for row in results.rows if row != PLAIN}
+    pairs = [[(results.rows[row][seed], results.rows[PLAIN][seed]) for seed in of_row] for row, of_row in seeds.items()]
+    known = [error for error, _ in (error_over_windows(each) for each in pairs if each) if error is not None]
     if known:
         parts.append(
-            f"Over windows of the validation text, differences to `{PLAIN}` have a standard error of "
-            f"{min(known):.4f} to {max(known):.4f}; errors over several seeds leave that out."
+            f"Over the validation text, differences to `{PLAIN}` have a standard error of {min(known):.4f} to "
+            f"{max(known):.4f}."
         )
     return [" ".join(parts)] if parts else []
 
@@ -281,69 +280,6 @@ def forks_table(results: Results) -> str:
         return NONE_YET
     quantiles = (f"score: {name}" for name in QUANTILE_NAMES)
     return markdown(("row", "before block", "streams per token", *quantiles, "share with a score above 0.05"), lines)
-
-
-def zero_shot_table(results: Results) -> str:
-    """Ours, by row, then the paper's models on the same benchmarks."""
-    paper = read_object(PAPER)
-    tasks = paper["tasks"]
-    lines = [zero_shot_line(results, row, tasks) for row, known in results.protocol.rows.items() if known.zero_shot]
-    chance = {name: task["chance"] for record in results.records for name, task in record.get("zero_shot", {}).items()}
-    shown = ("–" if chance.get(name) is None else f"{100 * chance[name]:.1f}" for name in tasks)
-    lines.append(["", "chance", *shown])
-    for part in paper["zero_shot"]:
-        for row, numbers in part["rows"].items():
-            cells = (numbers.get(name, "–") for name in tasks)
-            lines.append([f"the paper, table {part['table']}: {part['model']}", row, *cells])
-    return "\n\n".join([markdown(("", "row", *tasks.values()), lines), *zero_shot_sentences(results, tasks)])
-
-
-def zero_shot_sentences(results: Results, tasks: Mapping[str, str]) -> list[str]:
-    """Which differences to plain, paired by seed, are measurable."""
-    found = {
-        (row, task): gap
-        for row, known in results.protocol.rows.items()
-        if known.zero_shot and row != PLAIN
-        for task in tasks
-        if (gap := zero_shot_difference(results, row, task)) is not None
-    }
-    if not found:
-        return []
-    clear = [
-        f"`{row}` {tasks[task]} {f'{gap.mean:+.1f}'.replace('-', '−')} ± {gap.error:.1f} points"
-        for (row, task), gap in found.items()
-        if gap.is_measurable
-    ]
-    first = f"Of {len(found)} differences to `{PLAIN}`, paired by seed, {len(clear) or 'none'} can be measured"
-    chance = f"At 95 % confidence, about {0.05 * len(found):.1f} of them would be measured by chance alone"
-    return [f"{first}{': ' * bool(clear)}{'; '.join(clear)}. {chance}."]
-
-
-def zero_shot_difference(results: Results, row: str, task: str) -> Difference | None:
-    """In points, of two seeds or more."""
-    pairs = {
-        seed: [100 * results.rows[each][seed]["zero_shot"][task]["accuracy"] for each in (row, PLAIN)]
-        for seed in common_seeds(results, row, PLAIN)
-        if all(task in results.rows[each][seed].get("zero_shot", {}) for each in (row, PLAIN))
-    }
-    return of_seeds([ours - plain for ours, plain in pairs.values()], tuple(pairs)) if len(pairs) > 1 else None
-
-
-def zero_shot_line(results: Results, row: str, tasks: dict[str, str]) -> list[str]:
-    """Over several seeds: the mean accuracy and the mean standard error over questions, and the range of the seeds."""
-    found = [record["zero_shot"] for record in results.rows.get(row, {}).values() if "zero_shot" in record]
-    if not found:
-        return ["ours: not run", f"`{row}`", *["–"] * len(tasks)]
-    cells = []
-    for name in tasks:
-        scores = [each[name] for each in found if name in each]
-        mean = 100 * statistics.fmean(score["accuracy"] for score in scores) if scores else None
-        errors = [100 * score["standard_error"] for score in scores if score["standard_error"] is not None]
-        error = f" ± {statistics.fmean(errors):.1f}" if errors else ""
-        accuracies = sorted(100 * score["accuracy"] for score in scores)
-        seeds = f" ({accuracies[0]:.1f} to {accuracies[-1]:.1f})" if len(accuracies) > 1 else ""
-        cells.append("–" if mean is None else f"{mean:.1f}{error}{seeds}")
-    return [f"ours, {len(found)} seed{'s' * (len(found) > 1)}", f"`{row}`", *cells]
 
 
 WAYS = {"blockwise": "blockwise", "autoregressive": "autoregressive", "fixed": "fixed budget", "cached": "cached"}

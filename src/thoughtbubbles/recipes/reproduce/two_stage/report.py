@@ -73,7 +73,7 @@ def _against_plain(found: Records, row: str, seed: int, stage: str) -> str:
         for each in (row, PLAIN)
     )
     gap = one["validation"]["nats"] - two["validation"]["nats"]
-    error, _ = error_over_windows(one, two)
+    error, _ = error_over_windows([(one, two)])
     return f"{signed(gap)}{plus_minus(error)}"
 
 
