@@ -91,16 +91,19 @@ def test_a_step_is_clipping_and_then_torchs_own(kind, clip, dtype, tolerance, de
     of_muon = {optimizer.name_of[parameter] for parameter in optimizer.parameters["muon"]}
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         near = tolerance
-        if name in of_muon and not has_exact_stacks(device):
+        if name in of_muon and not has_exact_stacks(device, ours):
             near = BFLOAT16 * sum(rates) * 0.2 * math.sqrt(max(a.shape))  # of the way that all steps go together
         torch.testing.assert_close(a, b, rtol=tolerance, atol=near, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def has_exact_stacks(device):
-    """Whether bfloat16 products of stacked matrices have the bits of one product after another."""
+def has_exact_stacks(device, model):
+    """Whether bfloat16 products of stacked matrices have the bits of one product after another: on a GPU another kernel
+    may compute them, by shape and alignment."""
+    if device == "cuda":
+        return False
     generator, same = torch.Generator().manual_seed(0), []
-    for rows, columns in [(16, 16), (16, 48), (32, 128), (48, 64)]:
-        x = torch.randn(5, rows, columns, generator=generator).bfloat16().to(device)
+    for rows, columns in {tuple(sorted(p.shape)) for p in model.blocks.parameters() if p.ndim == 2}:
+        x = torch.randn(len(model.blocks), rows, columns, generator=generator).bfloat16()
         square = x @ x.mT
         stacked = torch.baddbmm(x, square, x, beta=3.4, alpha=2.0)
         one_by_one = [torch.addmm(a, b, a, beta=3.4, alpha=2.0) for a, b in zip(x, square, strict=True)]
