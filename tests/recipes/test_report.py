@@ -19,7 +19,7 @@ from thoughtbubbles.recipes.reproduce.compare_rows import (
 )
 from thoughtbubbles.recipes.reproduce.figures import figures
 from thoughtbubbles.recipes.reproduce.overview import overview
-from thoughtbubbles.recipes.reproduce.plots import HIGHEST, LOWEST, is_current, spread
+from thoughtbubbles.recipes.reproduce.plots import HIGHEST, LOWEST, clear_of, is_current, spread
 from thoughtbubbles.recipes.reproduce.records import (
     STEPS_FILE,
     gpu_seconds,
@@ -706,3 +706,12 @@ def test_names_of_lines_are_moved_apart():
     assert spread([0.2, 0.2, 0.9], gap=0.1) == pytest.approx([0.15, 0.25, 0.9])
     inside = spread([0.0, 0.0, 0.5, 1.0, 1.0], gap=0.1)
     assert inside == pytest.approx([LOWEST, LOWEST + 0.1, 0.5, HIGHEST - 0.1, HIGHEST])
+
+
+def test_a_name_covers_no_point():
+    """Points at heights of 0.5, and one higher; a name of width 0.2 begins 0.04 right of its point."""
+    points = [(0.1, 0.5), (0.3, 0.51), (0.5, 0.5), (0.2, 0.7)]
+    assert clear_of(points, 0.5, 0.5, width=0.2) == pytest.approx(0.54)
+    assert clear_of(points, 0.2, 0.7, width=0.2) == pytest.approx(0.24), "others are lower"
+    assert clear_of(points, 0.1, 0.5, width=0.1) == pytest.approx(0.14), "it ends before the next one"
+    assert clear_of(points, 0.1, 0.5, width=0.2) == pytest.approx(0.54), "nor is there room behind that"

@@ -13,7 +13,7 @@ from thoughtbubbles.files import write_atomically
 from thoughtbubbles.plotting import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, checksum, has_matplotlib, panels, save
 from thoughtbubbles.recipes.reproduce.figures import Figure, Series
 
-STYLE = 3  # counts changes to the drawings
+STYLE = 4  # counts changes to the drawings
 LOOKS = {  # colour and marker
     "plain": ("#000000", "o"),
     "r1": (ORANGE, "s"),
@@ -58,7 +58,8 @@ LOOKS = {  # colour and marker
 }
 OTHER = ("#5B4B8A", "*")
 MOST_WHOLE = 30  # counts up to this many have whole numbers on the axis
-NEAR = 0.13  # of the width: points closer than that share a column of names
+NEAR = 0.13  # of the width: names of points closer than that are moved apart
+ASIDE, LETTER, LINE = 0.04, 0.011, 0.05  # from a point to its name, and a name's size, of the width and height
 LOWEST, HIGHEST = 0.02, 0.97  # where names may be, of the height
 
 
@@ -145,7 +146,7 @@ def label_ends(axes: Any, series: Mapping[str, Series]) -> None:
     """Names right of the axes, moved apart where lines end close together, joined to these ends by thin lines."""
     low, high = axes.get_ylim()
     rows = sorted(series, key=lambda row: series[row].y[-1])
-    places = spread([(series[row].y[-1] - low) / (high - low) for row in rows], gap=0.05)
+    places = spread([(series[row].y[-1] - low) / (high - low) for row in rows], gap=LINE)
     for row, place in zip(rows, places, strict=True):
         write_name(axes, row, at=(series[row].x[-1], series[row].y[-1]), of="data", to=(1.03, place))
 
@@ -200,7 +201,7 @@ def draw_points(axes: Any, figure: Figure) -> None:
 
 
 def label_points(axes: Any, series: Mapping[str, Series]) -> None:
-    """Names in a column right of each group of neighbouring points, joined to them by thin lines."""
+    """Names right of their points, moved apart among neighbours and clear of other points, joined by thin lines."""
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     place = {row: ((s.x[0] - left) / (right - left), (s.y[0] - low) / (high - low)) for row, s in series.items()}
     groups: list[list[str]] = []
@@ -211,6 +212,13 @@ def label_points(axes: Any, series: Mapping[str, Series]) -> None:
             groups.append([row])
     for group in groups:
         group.sort(key=lambda row: place[row][1])
-        column = max(place[row][0] for row in group) + 0.04
-        for row, y in zip(group, spread([place[row][1] for row in group], gap=0.05), strict=True):
-            write_name(axes, row, at=place[row], of="axes fraction", to=(column, y))
+        for row, y in zip(group, spread([place[row][1] for row in group], gap=LINE), strict=True):
+            x = clear_of(list(place.values()), place[row][0], y, width=LETTER * len(row))
+            write_name(axes, row, at=place[row], of="axes fraction", to=(x, y))
+
+
+def clear_of(points: Sequence[tuple[float, float]], x: float, y: float, *, width: float) -> float:
+    """Where a name of this width may begin, right of x, so that it covers no point."""
+    while covered := [px for px, py in points if abs(py - y) < LINE / 2 and x < px < x + ASIDE + width]:
+        x = max(covered)
+    return x + ASIDE
