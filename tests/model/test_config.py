@@ -53,12 +53,15 @@ def test_a_head_gate_adds_a_row_and_a_bias_per_head():
 def test_forms_and_changes():
     assert ModelConfig.named("tiny-copy-5").copies == 5
     assert ModelConfig.named("tiny-plain").fork_layers == ()
-    assert named("150m-causal", budget=4, merge="residual").budget == 4
+    for form in ("causal", "paper"):
+        assert ModelConfig.named(f"150m-{form}-r4") == named(f"150m-{form}", budget=4)
     assert every_fourth_layer(36) == (3, 7, 11, 15, 19, 23, 27, 31, 35)
     assert ModelConfig.named("nano-causal").max_bubble == 8
 
 
-@pytest.mark.parametrize("name", ["gigantic", "150m-huge", "150m-copy-", "150m-copy-x", ""])
+@pytest.mark.parametrize(
+    "name", ["gigantic", "150m-huge", "150m-copy-", "150m-copy-x", "150m-plain-r4", "150m-r4", "150m-causal-r4-r4", ""]
+)
 def test_unknown_names(name):
     with pytest.raises(ValueError, match=r"no model is named .*150m"):
         ModelConfig.named(name)

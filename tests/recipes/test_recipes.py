@@ -9,6 +9,7 @@ import torch
 from thoughtbubbles.data.synthetic import write_synthetic
 from thoughtbubbles.data.tasks import TASKS
 from thoughtbubbles.data.tokenizer import tokenizer
+from thoughtbubbles.model.config import ModelConfig
 from thoughtbubbles.model.cost import cost
 from thoughtbubbles.recipes import RECIPES, recipe
 from thoughtbubbles.recipes.command import train_command
@@ -43,6 +44,13 @@ def test_every_recipe_takes_a_step(name, corpus, tmp_path):
     result = train(replace(config, data=DataConfig(mixture=(str(corpus),))))
     assert result.finished
     assert torch.isfinite(torch.tensor(result.validation_loss["corpus"]))
+
+
+def test_a_recipe_of_the_paper_begins_with_the_name_of_its_model():
+    named = [name for name, recipe in RECIPES.items() if any(word in recipe.group for word in ("suite", "scale-up"))]
+    assert len(named) == 3 * 7 + 2 * 2
+    for name in named:
+        assert recipe(name).model == ModelConfig.named(name.removesuffix("-midtrain")), name
 
 
 @pytest.mark.parametrize(("name", "layers", "heads", "width", "rows", "streams"), TOPOLOGY)

@@ -315,7 +315,7 @@ class ModelConfig:
         `150m` is what our experiments found best at equal parameters and text (docs/results): every token forks once, a
         quarter of the way up; forks get feedback, see forks of near tokens, and predict; each head has a gate.
         `150m-causal` forks as the paper's, by learned scores, with causal selection, and `150m-paper` is the paper's
-        own, with block selection.
+        own, with block selection; `-r4` after either is a budget of 4 streams per token in place of 2.
         Baselines: `150m-plain` without forks, `150m-gate` the same with a gate per head, and `150m-copy-3` with three
         copies of every token.
         """
@@ -327,8 +327,9 @@ class ModelConfig:
                 f"alone or with -{', -'.join(FORMS)} or -copy-N after it, such as 150m-copy-3"
             )
         learned = SIZES[size]
-        if form in ("causal", "paper"):
-            return replace(learned, selection="causal" if form == "causal" else "block")
+        if form.removesuffix(FOUR) in CHOOSING:
+            selection: Selection = "block" if form.startswith("paper") else "causal"
+            return replace(learned, selection=selection, budget=4 if form.endswith(FOUR) else 2)
         plain = replace(learned, fork_layers=(), merge="original")
         if form != "":
             return replace(plain, head_gate=form == "gate", copies=int(copies or 1))
@@ -372,7 +373,8 @@ def _require(condition: bool, field: str, value: object, remedy: str) -> None:
 
 
 # Of a size, after its name; without one it is the form that we recommend.
-FORMS = ("causal", "paper", "plain", "gate")
+CHOOSING, FOUR = ("causal", "paper"), "-r4"
+FORMS = (*CHOOSING, *(form + FOUR for form in CHOOSING), "plain", "gate")
 # The paper's four sizes (its topology table: forks before blocks 3, 7 and 11 at every depth; 1.9b averages residuals,
 # since the mixture is too expensive), and two small ones: `nano` for tests, `tiny` for a laptop.
 SIZES = {

@@ -44,12 +44,6 @@ MIDTRAINING = (
 )
 
 
-def model(size: str, form: str, changes: dict[str, Any] | None = None) -> ModelConfig:
-    """`form`: one of FORMS."""
-    budget: dict[str, Any] = {"budget": 4} if form.endswith("-r4") else {}
-    return replace(ModelConfig.named(f"{size}-{form.removesuffix('-r4')}"), **budget, **(changes or {}))
-
-
 def suite(name: str, size: str, model: ModelConfig) -> RunConfig:
     return RunConfig(
         name=name,
@@ -66,7 +60,7 @@ def scale_up(name: str, form: str) -> RunConfig:
     """Stage one at 1.9b: warm-up, then constant, so the checkpoint half-way is itself a complete run of 20B tokens."""
     return RunConfig(
         name=name,
-        model=model("1.9b", form),
+        model=ModelConfig.named(f"1.9b-{form}"),
         tokens=40_000_000_000,
         tokens_per_step=480 * 512,
         data=DataConfig(mixture=PRETRAINING),
@@ -117,7 +111,7 @@ ABLATIONS: dict[str, tuple[str, dict[str, Any], int, str]] = {
 
 def ablation(name: str, kind: str) -> RunConfig:
     size, changes, tokens, _ = ABLATIONS[kind]
-    return replace(suite(name, size, model(size, "causal", changes)), tokens=tokens)
+    return replace(suite(name, size, replace(ModelConfig.named(f"{size}-causal"), **changes)), tokens=tokens)
 
 
 def recipes() -> dict[str, list[tuple[str, Callable[[], RunConfig], str]]]:
@@ -130,7 +124,7 @@ def recipes() -> dict[str, list[tuple[str, Callable[[], RunConfig], str]]]:
             for name in [size + form]
         ],
         "scaling suite, on OpenWebText": [
-            (name, partial(suite, name, size, model(size, form)), words)
+            (name, partial(suite, name, size, ModelConfig.named(name)), words)
             for size in SUITE
             for form, words in FORMS.items()
             for name in [f"{size}-{form}"]
