@@ -38,7 +38,7 @@ from thoughtbubbles.recipes.reproduce.tables import (
     sources_table,
     sweep_table,
 )
-from thoughtbubbles.recipes.reproduce.zero_shot import zero_shot_table
+from thoughtbubbles.recipes.reproduce.zero_shot import zero_shot_difference, zero_shot_table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -118,7 +118,7 @@ def test_the_variation_between_seeds_is_that_of_all_rows_together(tmp_path):
         found = difference(evidence.results["long"], row, "plain")
         assert (found.error, found.degrees) == (pytest.approx(expected / 3**0.5), 4), row
         assert not found.cell.endswith("*"), row
-    assert "deviation of 0.0047 (4 degrees" in protocol_table(evidence.results["long"])
+    assert "deviation of 0.0047 in `long` (4 degrees" in protocol_table(evidence.results["long"])
     assert "deviation of 0.0047 in `long` (4 degrees" in protocol_table(evidence.results["scarce"])
 
 
@@ -150,6 +150,25 @@ def test_a_row_with_some_of_its_seeds_does_not_change_what_is_known_of_others(tm
     with_r1, degrees = variation_between_seeds(read_protocol(tmp_path, "long"))
     assert degrees == 3
     assert 0 < with_r1 < 2 * deviation
+
+
+def test_runs_that_share_others_say_nothing_of_the_variation(tmp_path):
+    """An ensemble is made of plain runs; r2-late is r1 for three quarters of its run."""
+    write(tmp_path, *rows("long", {**THREE, "r2-late": [2.9, 2.9, 3.0]}), *rows("scarce", {"plain": [3.0, 3.02]}))
+    late = [json.loads(path.read_text()) for path in (tmp_path / "long").glob("r2-late-*")]
+    write(tmp_path, *({**record, "config": {**record["config"], "forks_from": 0.75}} for record in late))
+    assert variation_between_seeds(read_protocol(tmp_path, "long")) == (pytest.approx((1e-4 / 3) ** 0.5), 2)
+    for seed, nats in enumerate((2.9, 3.0)):
+        write(tmp_path, made_up("scarce", "ensemble", seed, nats))
+    assert variation_between_seeds(read_protocol(tmp_path, "scarce")) is None
+
+
+def test_two_protocols_with_the_same_model_know_more_together(tmp_path):
+    """Variances of 1/3 · 10⁻⁴ with 2 degrees of freedom in `long`, and of 2 · 10⁻⁴ with 1 in `scarce`."""
+    write(tmp_path, *rows("long", THREE), *rows("scarce", {"plain": [3.0, 3.0], "r2": [2.9, 2.92]}))
+    found = difference(read_evidence(tmp_path).results["scarce"], "r2", "plain")
+    expected = (2 * 1e-4 / 3 + 2e-4) / 3
+    assert (found.error, found.degrees) == (pytest.approx((expected / 2) ** 0.5), 3)
 
 
 def test_without_common_seeds_nothing_is_known_of_the_variation(tmp_path):
@@ -197,7 +216,8 @@ def test_a_row_of_the_table(tmp_path):
     assert "`r1` (scores and attenuation, no fork survives (r = 1); 3 seeds); `head-gate` (" in table
     assert "`block` (block selection (the paper's), 2 streams per token); " in table
     assert (
-        "Between seeds, the difference of two rows has a standard deviation of 0.0058 (2 degrees of freedom)." in table
+        "Between seeds, the difference of two rows has a standard deviation of 0.0058 in `long` (2 degrees of freedom)."
+        in table
     )
     assert "Device: NVIDIA H200." in table
     assert "(checksum 12345678)" in table
@@ -471,6 +491,9 @@ def test_the_best_rows_at_each_cost(tmp_path):
     few += [made_up("long", "head-gate", seed, nats) for seed, nats in enumerate((2.98, 3.0, 3.0))]
     times = best_table(read_evidence(write(tmp_path / "few", *few))).split("GPU time")[1]
     assert "| 1.00 × | `r1`, `plain`, `head-gate` |" in times
+    few += [made_up("long", "copy-3", seed, 3.1) for seed in range(3)]  # but not one that is
+    times = best_table(read_evidence(write(tmp_path / "few", *few))).split("GPU time")[1]
+    assert "| 1.00 × | `r1`, `plain`, `head-gate` |" in times
     assert "--only r2 --seed 0`" in table
     assert table.endswith(
         "different devices: time of a decoded token, batch size 1; time of a decoded token, batch size 32."
@@ -500,8 +523,10 @@ def test_the_leak_of_block_selection(tmp_path):
     assert "no leak that we can measure" in paragraph(answers(read_evidence(tmp_path)), "Is causal selection")
 
 
-def test_growth_is_judged_seed_by_seed(tmp_path):
-    """r2 is 0.01 ahead at half of the training and 0.03 (seed 0) or 0.032 (seed 1) at its end."""
+def test_growth_is_judged_by_how_all_rows_vary(tmp_path):
+    """r2 is 0.01 ahead at half of the training and 0.03 (seed 0) or 0.032 (seed 1) at its end. There r1 − plain is 0 or
+    0.006, so the variances of r2 − plain, r1 − plain and r2 − r1 are 2, 18 and 32 · 10⁻⁶, and half of their mean is
+    0.0029²."""
     curves = {"plain": [3.5, 3.4, 3.3, 3.2], "r2": [3.5, 3.39, 3.28, 3.17]}
     records = [
         made_up("long", row, seed, 3.2, curve=[[100 * (i + 1), loss] for i, loss in enumerate(curve)])
@@ -509,12 +534,24 @@ def test_growth_is_judged_seed_by_seed(tmp_path):
         for seed in (0, 1)
     ]
     records[-1]["curve"][-1][1] = 3.168
+    plain = curves["plain"][:-1]
+    for row, protocol, seed, last in (
+        *(("r1", "long", 0, 3.2), ("r1", "long", 1, 3.206), ("block", "long", 0, 3.19)),
+        *(("plain", "scarce", 0, 3.2), ("r2", "scarce", 0, 3.1)),
+    ):
+        curve = [[100 * (i + 1), loss] for i, loss in enumerate([*plain, last])]
+        records.append(made_up(protocol, row, seed, 3.2, curve=curve))
     evidence = read_evidence(write(tmp_path, *records))
     text = paragraph(answers(evidence), "Does the gain grow")
-    assert "0.0000 ± 0.0000 at 25%, −0.0100 ± 0.0000 at 50%, −0.0200 ± 0.0000 at 75%, −0.0310 ± 0.0010 at 100%" in text
-    assert "the difference moves in favour of `r2` (−0.0210 ± 0.0010 nats per token)" in text
+    assert "0.0000 ± 0.0000 at 25%, −0.0100 ± 0.0000 at 50%, −0.0200 ± 0.0000 at 75%, −0.0310 ± 0.0029 at 100%" in text
+    assert "the difference moves in favour of `r2` (−0.0210 ± 0.0029 nats per token)" in text
     points = curve_differences(evidence.results["long"], "r2", "plain")
     assert [tokens for tokens, _ in points] == [step * PER_STEP for step in (100, 200, 300, 400)]
+    assert [gap.degrees for _, gap in points] == [2] * 4
+    (_, single) = curve_differences(evidence.results["long"], "block", "plain")[-1]
+    assert single.error == pytest.approx((52e-6 / 3) ** 0.5)
+    (_, elsewhere) = curve_differences(evidence.results["scarce"], "r2", "plain")[-1]
+    assert elsewhere.error is None, "as many tokens of `long` are another part of its schedule"
 
 
 def test_a_row_whose_forks_begin_late_is_drawn_from_there_on(tmp_path):
@@ -619,8 +656,9 @@ def test_sweep_sources_forks_and_benchmarks(tmp_path):
     assert "| [long/r2-seed0.json](long/r2-seed0.json) | abc1234 | 2.11.0 | NVIDIA H200 |" in provenance_table([long])
 
 
-def test_benchmarks_of_several_seeds_are_compared_seed_by_seed(tmp_path):
-    """PIQA: r2 gains 1, 1.2 and 1.4 points; BLiMP: 5, 0 and −5."""
+def test_benchmarks_of_several_seeds_are_judged_by_how_all_rows_vary(tmp_path):
+    """PIQA: r2 gains 1, 1.2 and 1.4 points; BLiMP: 5, 0 and −5. Then r1, with 0, 2 and −2 of PIQA: variances of 0.04, 4
+    and 4.44, of whose mean a third is 0.97²."""
     accuracies = {"plain": [(0.50, 0.7), (0.51, 0.7), (0.52, 0.7)], "r2": [(0.51, 0.75), (0.522, 0.7), (0.534, 0.65)]}
     for row, seeds in accuracies.items():
         for seed, (piqa, blimp) in enumerate(seeds):
@@ -630,7 +668,14 @@ def test_benchmarks_of_several_seeds_are_compared_seed_by_seed(tmp_path):
     table = zero_shot_table(read_evidence(tmp_path).results["long"])
     assert "| ours, 3 seeds | `r2` | – | – | 70.0 ± 1.0 (65.0 to 75.0) | 52.2 ± 1.0 (51.0 to 53.4) |" in table
     sentence = "Of 2 differences to `plain`, paired by seed, 1 can be measured: `r2` PIQA +1.2 ± 0.1 points."
-    assert table.endswith(f"{sentence} At 95 % confidence, about 0.1 of them would be measured by chance alone.")
+    assert f"{sentence} At 95 % confidence, about 0.1 of them would be measured by chance alone." in table
+    for seed, piqa in enumerate((0.50, 0.53, 0.50)):
+        scores = {"piqa": {"accuracy": piqa, "standard_error": 0.01, "chance": 0.5}}
+        write(tmp_path, made_up("long", "r1", seed, 3.0, zero_shot=scores))
+    long = read_evidence(tmp_path).results["long"]
+    assert "Of 3 differences to `plain`, paired by seed, none can be measured." in zero_shot_table(long)
+    gain = zero_shot_difference(long, "r2", "piqa")
+    assert (gain.mean, gain.error, gain.degrees) == (pytest.approx(1.2), pytest.approx((8.48 / 9) ** 0.5), 4)
 
 
 def test_an_ensemble_has_a_loss_but_no_curve(tmp_path):

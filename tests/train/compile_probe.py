@@ -35,8 +35,9 @@ def decoding(model: Thoughtbubbles) -> None:
     _, cache = prefill(model, ids[:, :4])
     widths = widths_within(model.config, 8)
     fast = Parts(enter=parts.enter, finish=parts.finish)
-    prediction, _ = advance(model, cache, ids[:, 4], torch.tensor([True, True]), widths=widths, parts=fast)
+    prediction, after = advance(model, cache, ids[:, 4], torch.tensor([True, True]), widths=widths, parts=fast)
     parts.likeliest(prediction.logits, model.config.vocab_size)
+    parts.keep_counts(cache, after, torch.tensor(True), None)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ def test_a_step_is_clipping_and_then_torchs_own(kind, clip, dtype, tolerance, de
     optim = OptimConfig(kind=kind, weight_decay=0.3)
     ours, theirs = (lively_model(small_config(), dtype=getattr(torch, dtype)).to(device) for _ in range(2))
     optimizer, parts = Optimizer(ours, optim), reference(theirs, optim)
+    begin = [parameter.detach().clone() for parameter in ours.parameters()]
     rates = [1e-2 / (step + 1) for step in range(5)]
     for step, (lr, scale) in enumerate(zip(rates, (1.0, 1e-5, 30.0, 0.1, 1.0), strict=True)):
         give_gradients(ours, step, scale=scale)
@@ -89,7 +90,8 @@ def test_a_step_is_clipping_and_then_torchs_own(kind, clip, dtype, tolerance, de
             torch.testing.assert_close(found, moment, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: n + text)
     assert optimizer.updates == 5
     of_muon = {optimizer.name_of[parameter] for parameter in optimizer.parameters["muon"]}
-    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+    for (name, a), b, first in zip(ours.named_parameters(), theirs.parameters(), begin, strict=True):
+        assert (a - b).norm() < BFLOAT16 * (b - first).norm() + tolerance, name
         near = tolerance
         if name in of_muon and not has_exact_stacks(device, ours):
             near = BFLOAT16 * sum(rates) * 0.2 * math.sqrt(max(a.shape))  # of the way that all steps go together

@@ -23,8 +23,9 @@ ATTENTION_HEAD_SIZES = (16, 32, 64, 128)
 DECODING_HEAD_SIZES = (32, 64, 128)
 DECODING_CHANNELS = 64  # the width must be a multiple of this
 MOST_STREAMS_PER_BUBBLE = 1024  # a program of the loss holds a few numbers per stream in registers
-# Of every torch.compile. Else each process times several ways to compute a sum and takes the fastest, and two processes
-# differ in their last bits. A global setting would not do: Dynamo switches it off after the first compilation.
+# Options of every torch.compile: how sums are computed is chosen by rule. By default each process times several ways,
+# takes the fastest, and so differs from others in the last bits. A global setting would not do: Dynamo switches it off
+# after the first compilation.
 CHOSEN_BY_RULE: dict[str, Any] = {"deterministic": True}
 _enabled = True
 

@@ -182,7 +182,8 @@ def growth(evidence: Evidence) -> str:
         seeds = f"{n} seed{'s' * (n > 1)}"
         parts.append(f"`{row}` − `{other}`: {shown} ({seeds}). {trend(results, row, other, at[1][0], at[-1][0])}")
     text = f"{results.records[0]['config']['eval']['tokens']:,} validation tokens"
-    return f"Nats per token by share of the training, on {text}:\n\n{as_items(parts)}"
+    about = "± is the variation between seeds, without that of the text, and one in twenty trends is found by chance"
+    return f"Nats per token by share of the training, on {text}; {about}:\n\n{as_items(parts)}"
 
 
 def closest(points: Sequence[tuple[int, Difference]], share: float) -> tuple[int, Difference]:
@@ -190,7 +191,7 @@ def closest(points: Sequence[tuple[int, Difference]], share: float) -> tuple[int
 
 
 def trend(results: Results, row: str, other: str, middle: int, end: int) -> str:
-    """Whether the difference at the end is not that of the middle of the training, seed by seed."""
+    """Whether the difference at the end is not that of the middle of the training."""
 
     def moved(record: Record) -> float | None:
         points = curve_of(record)

@@ -7,9 +7,9 @@ difference of two rows varies less than either. It still varies with the seed an
 
 The deviation is that of all rows with several seeds together, since two or three differences agree, or do not, by luck;
 it takes for granted that all differences vary alike. The error over the text is that of stretches of it, since
-neighbouring windows are alike. A difference counts as measured if its interval of 95 % confidence leaves out 0, by
-Student's t with the degrees of freedom of the deviation. Where no row has a second seed, only the text counts, which is
-too little.
+neighbouring windows are alike; a seed changes some windows more than others, so part of it is counted twice, and errors
+are a little too large. A difference counts as measured if its interval of 95 % confidence leaves out 0, by Student's t
+with the degrees of freedom of the deviation. Where no row has a second seed, only the text counts, which is too little.
 """
 
 import math
@@ -28,8 +28,8 @@ from thoughtbubbles.written import plus_minus, signed
 FEW = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}  # 97.5 % quantiles of Student's t, by degrees of freedom
 STRETCHES = 64  # at most so many of the validation text
 ONE_SEED = " \\*"  # as Markdown
-Loss = Callable[[Record], float | None]
-Deviation = tuple[float, int]  # of the difference of two rows between seeds, and its degrees of freedom
+Number = Callable[[Record], float | None]
+Deviation = tuple[float, int]  # between seeds, of the difference of two rows, and its degrees of freedom
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,10 @@ def difference(results: Results, row: str, other: str) -> Difference | None:
 
 
 def with_error(
-    each: Sequence[float], seeds: Sequence[int], deviation: Deviation | None, over_text: tuple[float | None, int]
+    each: Sequence[float],
+    seeds: Sequence[int],
+    deviation: Deviation | None,
+    over_text: tuple[float | None, int] = (None, 1),
 ) -> Difference:
     """From one difference per seed. `over_text`: the error, and how many stretches it is from."""
     error, n = over_text
@@ -103,20 +106,26 @@ def with_error(
     )
 
 
-def between_seeds(results: Results, loss: Loss = nats) -> Deviation | None:
-    """From the protocol itself or, where no row has a second seed, from the one with the same model."""
-    own = variation_between_seeds(results, loss)
-    return variation_between_seeds(results.like, loss) if own is None and results.like is not None else own
+def between_seeds(results: Results) -> Deviation | None:
+    """Of the final loss, in a protocol and the one with the same model together."""
+    found = [each for each in map(variation_between_seeds, with_like(results)) if each is not None]
+    degrees = sum(n for _, n in found)
+    return (math.sqrt(sum(n * deviation**2 for deviation, n in found) / degrees), degrees) if found else None
 
 
-def variation_between_seeds(results: Results, loss: Loss = nats) -> Deviation | None:
+def with_like(results: Results) -> list[Results]:
+    return [results] if results.like is None else [results, results.like]
+
+
+def variation_between_seeds(results: Results, number: Number = nats) -> Deviation | None:
     """The standard deviation between seeds of the difference of two rows, and its degrees of freedom.
 
     From what is left of the losses when each row and each seed may have a level of its own: x_rs = a_r + b_s + e_rs by
     least squares, and sqrt(2 · Σ e² / degrees). (A two-way analysis of variance; not all rows need all seeds, and those
     with one seed tell nothing.) None if nothing is left to tell it from.
     """
-    every = [(row, seed, loss(record)) for row, seeds in results.rows.items() for seed, record in seeds.items()]
+    rows = {row: seeds for row, seeds in results.rows.items() if has_runs_of_its_own(results, row)}
+    every = [(row, seed, number(record)) for row, seeds in rows.items() for seed, record in seeds.items()]
     found = [(row, seed, value) for row, seed, value in every if value is not None]
     levels = {level: i for i, level in enumerate(dict.fromkeys(each for row, seed, _ in found for each in (row, seed)))}
     design = np.zeros((len(found), len(levels)))
@@ -128,6 +137,12 @@ def variation_between_seeds(results: Results, loss: Loss = nats) -> Deviation | 
         return None
     left = losses - design @ np.linalg.lstsq(design, losses, rcond=None)[0]
     return math.sqrt(2 * float(left @ left) / degrees), degrees
+
+
+def has_runs_of_its_own(results: Results, row: str) -> bool:
+    """Not an ensemble of other runs, nor the same as another one until its forks begin."""
+    planned = results.protocol.rows.get(row)
+    return planned is None or (planned.ensemble == 1 and "forks_from" not in planned.run)
 
 
 def level(results: Results, row: str, other: str, seed: int) -> float:
@@ -222,14 +237,10 @@ def loss_at(record: Record, n: int) -> float | None:
     return curve_of(record).get(n)
 
 
-def gap_of(results: Results, row: str, other: str, value: Loss) -> Difference:
-    """Of a number that all records of both rows have, without the error over the text, which it does not tell."""
+def gap_of(results: Results, row: str, other: str, number: Number) -> Difference:
+    """Of a number that all records of both rows have. Its error is the variation between seeds alone."""
     seeds = common_seeds(results, row, other)
-    each = [value_in(results.rows[row][seed], value) - value_in(results.rows[other][seed], value) for seed in seeds]
-    return with_error(each, seeds, between_seeds(results, value), (None, 1))
-
-
-def value_in(record: Record, value: Loss) -> float:
-    found = value(record)
-    assert found is not None, "the caller has looked"
-    return found
+    pairs = [[number(results.rows[name][seed]) for name in (row, other)] for seed in seeds]
+    each = [one - two for one, two in pairs if one is not None and two is not None]
+    assert len(each) == len(seeds), "the caller has looked"
+    return with_error(each, seeds, variation_between_seeds(results, number))

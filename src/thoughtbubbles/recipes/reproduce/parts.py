@@ -96,8 +96,7 @@ THREE = (0, 1, 2)
 R1, R2 = "scores and attenuation, no fork survives (r = 1)", "causal selection, 2 streams per token"
 BLOCK = "block selection (the paper's), 2 streams per token"
 
-# For the rows without forks and for those with them. Once `long-sweep` is recorded, a test compares them with its best
-# settings.
+# For the rows without forks and for those with them: the best of `long-sweep`, with which a test compares them.
 TUNED = {"plain": {"lr": 3e-3, "weight_decay": 0.1}, "r2": {"lr": 3e-3, "weight_decay": 0.1}}
 # Every fork is seen inside its bubble alone, has score 1, and predicts; originals carry state for later tokens.
 STATE: dict[str, Any] = {"fork_reach": 0, "merge": "forks", "scores": False}

@@ -12,6 +12,7 @@ from thoughtbubbles.recipes.reproduce.compare_rows import (
     difference,
     error_over_windows,
     variation_between_seeds,
+    with_like,
 )
 from thoughtbubbles.recipes.reproduce.parts import PLAIN, TUNED
 from thoughtbubbles.recipes.reproduce.records import (
@@ -70,14 +71,15 @@ def not_run(results: Results) -> list[str]:
 
 def errors_of(results: Results) -> list[str]:
     """What makes a difference vary: the seed, and the text that it is measured on."""
-    found, parts = between_seeds(results), []
-    if found is not None:
-        deviation, degrees = found
-        where = "" if variation_between_seeds(results) else f" in `{results.like.name}`" if results.like else ""
-        parts.append(
-            f"Between seeds, the difference of two rows has a standard deviation of {deviation:.4f}{where} ({degrees} "
-            "degrees of freedom)."
-        )
+    found = between_seeds(results)
+    if found is None:
+        parts = ["No row has a second seed, so errors leave out how much seeds differ: they are too small."]
+    else:
+        where = " and ".join(f"`{each.name}`" for each in with_like(results) if variation_between_seeds(each))
+        parts = [
+            f"Between seeds, the difference of two rows has a standard deviation of {found[0]:.4f} in {where} "
+            f"({found[1]} degrees of freedom)."
+        ]
     seeds = {row: common_seeds(results, row, PLAIN) for row in results.rows if row != PLAIN}
     pairs = [[(results.rows[row][seed], results.rows[PLAIN][seed]) for seed in of_row] for row, of_row in seeds.items()]
     known = [error for error, _ in (error_over_windows(each) for each in pairs if each) if error is not None]
@@ -190,7 +192,8 @@ def screen_table(results: Results, long: Results) -> str:
         "against plain",
         "against plain with a gate",
     )
-    parts = [markdown(headings, lines), *not_run(results), measured_on(results)] if lines else not_run(results)
+    notes = [measured_on(results), *errors_of(results)] if lines else []
+    parts = [*([markdown(headings, lines)] if lines else []), *not_run(results), *notes]
     trusted = []
     for rival in (PLAIN, "head-gate"):
         both = [row for row in results.rows if row not in (PLAIN, rival) and difference(long, row, rival)]

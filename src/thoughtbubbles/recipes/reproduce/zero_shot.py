@@ -45,14 +45,15 @@ def zero_shot_sentences(results: Results, tasks: Mapping[str, str]) -> list[str]
     ]
     first = f"Of {len(found)} differences to `{PLAIN}`, paired by seed, {len(clear) or 'none'} can be measured"
     chance = f"At 95 % confidence, about {0.05 * len(found):.1f} of them would be measured by chance alone"
-    return [f"{first}{': ' * bool(clear)}{'; '.join(clear)}. {chance}."]
+    error = "± is here the variation between seeds of all rows together; that other questions would differ is left out"
+    return [f"{first}{': ' * bool(clear)}{'; '.join(clear)}. {chance}. {error}."]
 
 
 def zero_shot_difference(results: Results, row: str, task: str) -> Difference | None:
-    """In points, if both rows were asked in every common seed."""
-    accuracy = partial(points, task=task)
-    both = [results.rows[each][seed] for seed in common_seeds(results, row, PLAIN) for each in (row, PLAIN)]
-    if not both or any(accuracy(record) is None for record in both):
+    """In points, of two seeds or more, if both rows were asked in all of them."""
+    accuracy, seeds = partial(points, task=task), common_seeds(results, row, PLAIN)
+    both = [results.rows[each][seed] for seed in seeds for each in (row, PLAIN)]
+    if len(seeds) < 2 or any(accuracy(record) is None for record in both):
         return None
     return gap_of(results, row, PLAIN, accuracy)
 
