@@ -7,6 +7,7 @@ the interpreter does again for every operation counts.
 import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,9 @@ def prepare_interpreter() -> None:
     interpreter._patch_lang_tensor = _accept_arrays_of_one(interpreter._patch_lang_tensor)
     interpreter._patch_lang = _once_per_launch(interpreter._patch_lang)
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
+    _share_types()
+    _skip_what_is_alike()
+    _without_overflow()
 
 
 def _accept_arrays_of_one(patch: Callable[..., None]) -> Callable[..., None]:
@@ -68,6 +72,47 @@ def _once_per_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return scope
 
     return patched
+
+
+def _share_types() -> None:
+    """Every tensor gets a type of its own, and works out its shape from it. Nothing ever changes either."""
+    types: dict[tuple[Any, ...], Any] = {}
+    of_tensors: dict[int, dict[str, Any]] = {}
+    make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+
+    def shared_type(cls: Any, element_ty: Any, shape: Any) -> Any:
+        key = id(element_ty), *shape  # a pointer has no hash; the type keeps it, so that no other gets its id
+        if (found := types.get(key)) is None:
+            found = object.__new__(cls)
+            make_type(found, element_ty, shape)
+            types[key] = found
+        return found
+
+    def tensor_of_type(self: Any, handle: Any, type: Any) -> None:
+        if (known := of_tensors.get(id(type))) is None:
+            make_tensor(self, None, type)
+            known = of_tensors[id(type)] = vars(self).copy()  # keeps the type
+        vars(self).update(known)
+        self.handle = handle
+
+    tl.block_type.__new__ = shared_type
+    tl.block_type.__init__ = lambda self, element_ty, shape: None
+    tl.tensor.__init__ = tensor_of_type
+
+
+def _skip_what_is_alike() -> None:
+    """Most types that it compares are one."""
+    semantic, equal = interpreter.interpreter_semantic, tl.dtype.__eq__
+    broadcast = semantic.broadcast_impl_value
+    semantic.broadcast_impl_value = lambda a, b: (a, b) if a.type is b.type else broadcast(a, b)
+    tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+
+
+def _without_overflow() -> None:
+    """Sums of integers are computed in 64 bits too, for an assertion that the interpreter makes in debug mode alone."""
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 if __name__ == "__main__":
