@@ -8,7 +8,8 @@ import os
 import sys
 from typing import Any
 
-os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # a graph from the cache is not generated again
+# A graph from the cache is not generated again. Compiled C++ may come from there.
+os.environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
 
 import torch
 from torch._inductor import config, graph
