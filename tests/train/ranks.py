@@ -67,9 +67,9 @@ def checkpointed(folder: Path) -> None:
 
 
 def feedback(folder: Path, *, is_compiled: bool = False) -> None:
-    """The first step is that of the plain model."""
+    """The first step is that of the plain model. Two ranks and one compile the same shapes, which are then cached."""
     options = {"compute_precision": "float64", "compute_compile": is_compiled, "eval_sample_tokens": 0}
-    run(folder, steps=3, forks_from=0.34, **options, **FEEDBACK)
+    run(folder, steps=3, forks_from=0.34, compute_micro_batch_size=4, **options, **FEEDBACK)
 
 
 def compiled_feedback(folder: Path) -> None:
