@@ -285,16 +285,19 @@ def _merges(path: Path, *, remedy: str) -> list[str]:
         raise ValueError(f"{short_name(path)} has no list of merges: {remedy}")
     if len(merges) > MOST_MERGES:
         raise ValueError(f"{short_name(path)} has {len(merges):,} merges, more than {MOST_MERGES:,}: {remedy}")
+
+    def refusal(merge: object, because: str) -> ValueError:
+        return ValueError(f"{short_name(path)} has the merge {short_name(repr(merge))}, {because}: {remedy}")
+
     characters, found = set(byte_characters()), {}
     for merge in merges:
-        where = f"{short_name(path)} has the merge {short_name(repr(merge))}"
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(p, str) and p for p in pair)):
-            raise ValueError(f"{where}, which is not a pair: {remedy}")
+            raise refusal(merge, "which is not a pair")
         token = "".join(pair)
         if not characters.issuperset(token):
-            raise ValueError(f"{where}, which is not bytes: {remedy}")
+            raise refusal(merge, "which is not bytes")
         if token in found:
-            raise ValueError(f"{where}, but another merge makes the same token: {remedy}")
+            raise refusal(merge, "but another merge makes the same token")
         found[token] = " ".join(pair)
     return list(found.values())
