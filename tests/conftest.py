@@ -25,7 +25,7 @@ if torch.cuda.is_available() and find_spec("triton"):  # Triton reads a kernel's
         import_module(f"thoughtbubbles.kernels.{name}")
 
 # Before the rest of the package is imported: every annotated function then checks the shapes it is given and returns.
-jaxtyping.install_import_hook("thoughtbubbles", "beartype.beartype")
+jaxtyping.install_import_hook("thoughtbubbles", "shape_checks.checked")
 
 FOLDER = Path(__file__).parent
 WITH_SHAPE_CHECKS = [
