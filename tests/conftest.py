@@ -4,6 +4,7 @@ Checking takes longer than a small model itself, so not all tests do it: those o
 file of each folder that has annotated functions; without the slow tests, a third of these.
 """
 
+import gc
 import os
 import zlib
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ if torch.cuda.is_available() and find_spec("triton"):  # Triton reads a kernel's
 # Before the rest of the package is imported: every annotated function then checks the shapes it is given and returns.
 jaxtyping.install_import_hook("thoughtbubbles", "shape_checks.checked")
 
+# What is imported and collected stays: to look for garbage among its millions of objects takes seconds.
+gc.disable()
+
 FOLDER = Path(__file__).parent
 WITH_SHAPE_CHECKS = [
     *(FOLDER / name for name in ("model", "generate/test_decode.py", "train/test_step.py", "evals/test_likelihood.py")),
@@ -36,6 +40,15 @@ WITH_SHAPE_CHECKS = [
 torch.set_num_threads(1)  # here for module fixtures too, which run before those of a test
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # Python tidies up when it ends, and libraries complain about what is left
 
 
 @pytest.fixture(autouse=True)
