@@ -88,7 +88,7 @@ def errors_of(results: Results) -> list[str]:
             f"Over the validation text, differences to `{PLAIN}` have a standard error of {min(known):.4f} to "
             f"{max(known):.4f}."
         )
-    return [" ".join(parts)] if parts else []
+    return [" ".join(parts)]
 
 
 def times_from(results: Results) -> list[str]:
