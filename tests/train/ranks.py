@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -66,14 +67,15 @@ def checkpointed(folder: Path) -> None:
     run(folder, steps=4, compute_precision="float64", compute_activation_checkpointing=True, **FEEDBACK)
 
 
-def feedback(folder: Path, *, is_compiled: bool = False) -> None:
-    """The first step is that of the plain model. Two ranks and one compile the same shapes, which are then cached."""
-    options = {"compute_precision": "float64", "compute_compile": is_compiled, "eval_sample_tokens": 0}
-    run(folder, steps=3, forks_from=0.34, compute_micro_batch_size=4, **options, **FEEDBACK)
+def feedback(folder: Path, **more: Any) -> None:
+    """The first step is that of the plain model."""
+    options = {"compute_precision": "float64", "eval_sample_tokens": 0, **more}
+    run(folder, steps=3, forks_from=0.34, **options, **FEEDBACK)
 
 
 def compiled_feedback(folder: Path) -> None:
-    feedback(folder, is_compiled=True)
+    """One rank compiles the shapes of two, since it takes the batch in two parts: they are cached for them."""
+    feedback(folder, compute_compile=True, compute_micro_batch_size=4)
 
 
 def decisions(folder: Path) -> None:

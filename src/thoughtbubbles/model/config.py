@@ -329,7 +329,7 @@ class ModelConfig:
         learned = SIZES[size]
         if form.removesuffix(FOUR) in CHOOSING:
             selection: Selection = "block" if form.startswith("paper") else "causal"
-            return replace(learned, selection=selection, budget=4 if form.endswith(FOUR) else 2)
+            return replace(learned, selection=selection, budget=4 if form.endswith(FOUR) else learned.budget)
         plain = replace(learned, fork_layers=(), merge="original")
         if form != "":
             return replace(plain, head_gate=form == "gate", copies=int(copies or 1))

@@ -36,8 +36,8 @@ def overview(evidence: Evidence) -> str:
     text = f"{length:,.0f}M training tokens ({times:.0f} epochs of {length / times:.0f}M)"
     where = f"{size:.1f}M parameters, {text}, {' and '.join(results.devices)}"
     errors = (
-        "±: standard error of the differences, paired by seed, for another seed and another validation text. \\*: one "
-        "seed, so the difference is to plain's loss in that seed, not to the mean above"
+        "±: standard error of the differences, paired by seed: how far they would typically move with other seeds and "
+        "another validation text. \\*: one seed, so the difference is to plain's loss in it, not to the mean above"
     )
     note = f"{where}. {errors}. Rows, curves, commits and answers to each question: [results]({PAGE})."
     return f"{markdown(headings, lines)}\n\n{note}"
